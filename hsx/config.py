@@ -1,0 +1,172 @@
+"""The job file: one TOML file, decoded into frozen structs, one per component.
+
+`load` reads, checks and resolves a file; every fault it finds is reported at once, each with file, key, value and what was
+expected. Relative paths are relative to the job file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Size = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)$",
+        description="a size in bytes with its unit, such as '8GiB' or '1.5TB'",
+    ),
+]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all sections: immutable, and strict about unknown keys."""
+
+
+class Job(Section, frozen=True, kw_only=True):
+    """What the job is called and where its result and its state lie."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    store: str
+    """Path of the Zarr group that is made."""
+    state_dir: str = ""
+    """Folder of the ledger and the locks; default: the store's path with `.job` appended. On a local file system."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """The model whose states are taken."""
+
+    path: str
+    """Local folder with `config.json` (and the tokenizer, for chat datasets); also what a spawned server is given."""
+    revision: str = ""
+
+
+class Dataset(Section, frozen=True, kw_only=True):
+    """The samples."""
+
+    path: str
+    """A JSONL file; `.gz` and `.zst` are read as they are."""
+    format: Literal["auto", "tokens", "chat"] = "auto"
+    """`tokens`: rows with input_ids; `chat`: rows with conversations or messages; `auto`: told from the first usable row."""
+    max_tokens: Positive | None = None
+    """Longest sample allowed; default: the model's context length less 8, what SGLang keeps for itself."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    chat_template: str = ""
+    """Path of a Jinja chat template that replaces the tokenizer's own."""
+
+
+class Capture(Section, frozen=True, kw_only=True):
+    """What is taken of each token."""
+
+    layers: list[int]
+    """The k of each h_k (the residual stream after k layers), strictly rising, from 1 to N-1."""
+    final: Literal["post_norm", "pre_norm"] = "post_norm"
+
+
+class Engine(Section, frozen=True, kw_only=True):
+    """The server, and who owns it."""
+
+    kind: Literal["sglang", "reference"] = "sglang"
+    ownership: Literal["spawn", "external"] = "external"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 30000
+    python: str = ""
+    """Python interpreter of the server's environment, for `spawn`; default: the one that runs hsx."""
+    args: list[str] = []
+    """Further arguments of the server, for `spawn`."""
+    env: dict[str, str] = {}
+    """Further environment variables of the server, for `spawn`."""
+    start_timeout_s: Seconds = 3600.0
+    """Longest time from start to the first answer: a large model loads for half an hour."""
+    stop_grace_s: Seconds = 30.0
+
+
+class Staging(Section, frozen=True, kw_only=True):
+    """The dump directory, on a tmpfs."""
+
+    dump_dir: str
+    max_bytes: Size = "16GiB"
+    """Bytes that dumps may take at once."""
+
+
+class Root(Section, frozen=True, kw_only=True):
+    """One disk that takes shards."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    path: str
+    reserve: Size = "1GiB"
+    """Bytes that stay free."""
+
+
+class Pipeline(Section, frozen=True, kw_only=True):
+    """How much is under way at once, and how failures are met."""
+
+    concurrency: Positive = 32
+    max_tokens_in_flight: Positive = 131072
+    start_rate: Annotated[float, Meta(gt=0)] = 200.0
+    """Requests started per second at most: smooths the burst after a (re)start."""
+    retries: NonNegative = 2
+    """Failures of one sample that are forgiven before it is quarantined."""
+    allow_quarantined: Fraction = 0.0
+    """Share of the samples that may be quarantined with the job still ending in exit code 0."""
+    dump_deadline_s: Seconds = 30.0
+    """Longest time from a 200 answer to its dump."""
+    request_slack: Annotated[float, Meta(ge=1)] = 4.0
+    """A request may take this many times what `watchdog.slowest_tokens_per_s` gives for the tokens in flight."""
+    commit_samples: Positive = 64
+    commit_seconds: Seconds = 0.25
+    """A group is committed when it has this many samples, or this old a first one."""
+    writer_threads: Positive = 2
+    """Writer threads per root."""
+
+
+class Watchdog(Section, frozen=True, kw_only=True):
+    """When the server counts as stalled or as not to be trusted, and how often it may be restarted."""
+
+    grace_s: Seconds = 60.0
+    slowest_tokens_per_s: Annotated[float, Meta(gt=0)] = 50.0
+    violations: Positive = 8
+    """Token or counter violations within `violation_window_s` that void the epoch."""
+    violation_window_s: Seconds = 60.0
+    restart_budget: NonNegative = 5
+    restart_window_s: Seconds = 3600.0
+    backoff_first_s: Seconds = 2.0
+    backoff_longest_s: Seconds = 300.0
+
+
+class Status(Section, frozen=True, kw_only=True):
+    """The HTTP status endpoint; read-only."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8470
+    """0 takes any free port and logs it."""
+
+
+class Log(Section, frozen=True, kw_only=True):
+    """Where and how much is logged."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+    """`auto`: console on a terminal, JSON lines elsewhere."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole job file."""
+
+    job: Job
+    model: Model
+    dataset: Dataset
+    capture: Capture
+    staging: Staging
+    roots: Annotated[list[Root], Meta(min_length=1)]
+    engine: Engine = Engine()
+    pipeline: Pipeline = Pipeline()
+    watchdog: Watchdog = Watchdog()
+    status: Status = Status()
+    log: Log = Log()

@@ -1,0 +1,131 @@
+"""One life of one server process, as it is recorded in the dump directory.
+
+`<dump_dir>/<epoch>/server.json` (`EpochRecord`) is written by `hsx serve` before it becomes the server; the capture plugin
+adds `<dump_dir>/<epoch>/capture.json` (`CaptureReport`) once the model is loaded, with what it read back. Both are JSON
+objects, published by rename.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from hsx.core.spec import FINAL_STATES, CaptureSpec
+from hsx.errors import EngineError
+
+RECORD_NAME: Final = "server.json"
+REPORT_NAME: Final = "capture.json"
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """Who the server is.
+
+    Attributes:
+        epoch: uuid4 in its 36-character form; also the folder's name.
+        boot_id: the host's `/proc/sys/kernel/random/boot_id`.
+        pid: process id of the server's main process (kept across exec).
+        start_ticks: field 22 of `/proc/<pid>/stat`, clock ticks since boot; with boot id and pid it names one process.
+        invocation_id: systemd's INVOCATION_ID, or "" outside systemd.
+        command: the server's command line.
+        model: model path as given to the server.
+        revision: model revision as given, or "".
+        layers: the k of each h_k to capture.
+        final: `post_norm` or `pre_norm`.
+        engine: `sglang` or `reference`.
+        engine_version: its version.
+        plugin_version: version of hsx in the server's environment.
+        host: address the HTTP port is bound to.
+        port: the HTTP port.
+    """
+
+    epoch: str
+    boot_id: str
+    pid: int
+    start_ticks: int
+    invocation_id: str
+    command: tuple[str, ...]
+    model: str
+    revision: str
+    layers: tuple[int, ...]
+    final: str
+    engine: str
+    engine_version: str
+    plugin_version: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What the capture plugin found in the loaded model, read back and not merely asked for.
+
+    Attributes:
+        epoch: the epoch it belongs to.
+        layers: the k of each h_k that is really captured.
+        final: `post_norm` or `pre_norm`.
+        hidden_size: H.
+        model_layers: N.
+        vocab_size: size of the vocabulary in the model's config (unpadded).
+        norm_eps: epsilon of the final RMS norm.
+        norm_file: name of a file beside this one with the final norm's weight: float32, little endian, [H]; "" if unknown.
+        engine_version: version of the server's package.
+        plugin_version: version of hsx in the server's environment.
+    """
+
+    epoch: str
+    layers: tuple[int, ...]
+    final: str
+    hidden_size: int
+    model_layers: int
+    vocab_size: int
+    norm_eps: float
+    norm_file: str
+    engine_version: str
+    plugin_version: str
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The capture spec in force."""
+        return CaptureSpec(self.layers, "post_norm" if self.final == "post_norm" else "pre_norm")
+
+
+def to_json(record: EpochRecord | CaptureReport) -> str:
+    """The record as a JSON object with its format number."""
+    return json.dumps({"format": FORMAT, **asdict(record)}, indent=1, sort_keys=True)
+
+
+def record_from_json(text: str) -> EpochRecord:
+    """Reads `server.json`. Raises EngineError `epoch_unknown` for any deviation."""
+    return EpochRecord(**_decode(text, EpochRecord, RECORD_NAME))
+
+
+def report_from_json(text: str) -> CaptureReport:
+    """Reads `capture.json`. Raises EngineError `epoch_unknown` for any deviation."""
+    return CaptureReport(**_decode(text, CaptureReport, REPORT_NAME))
+
+
+def _decode(text: str, record: type[Any], name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+        if document.pop("format") != FORMAT:
+            raise ValueError(f"format is not {FORMAT}")
+        names = {field.name: field.type for field in fields(record)}
+        if set(document) != set(names):
+            raise ValueError(f"fields differ: {sorted(set(document) ^ set(names))}")
+        for key, kind in names.items():
+            value = document[key]
+            if str(kind).startswith("tuple"):
+                wanted = int if "int" in str(kind) else str
+                if not isinstance(value, list) or not all(type(v) is wanted for v in value):
+                    raise ValueError(f"{key} is {value!r}; expected a list of {wanted.__name__}")
+                document[key] = tuple(value)
+            elif type(value) is not {"int": int, "float": float, "str": str}[str(kind)]:
+                raise ValueError(f"{key} is {value!r}; expected {kind}")
+        if document["final"] not in FINAL_STATES:
+            raise ValueError(f"final is {document['final']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError("epoch_unknown", f"{name} cannot be read: {error}") from error
+    return dict(document)

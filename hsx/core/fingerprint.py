@@ -1,0 +1,27 @@
+"""The fingerprint of a job: the settings that decide what is stored. A job may only be resumed under the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field that differs from the recorded fingerprint; None where a side lacks it."""
+
+    field: str
+    recorded: str | None
+    current: str | None
+
+    def __str__(self) -> str:
+        return f"{self.field}: the job was started with {self.recorded!r}, now it is {self.current!r}"
+
+
+def changes(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
+    """The fields in which two fingerprints differ, sorted by name; empty when the job is the same."""
+    return [
+        Change(field, recorded.get(field), current.get(field))
+        for field in sorted(recorded.keys() | current.keys())
+        if recorded.get(field) != current.get(field)
+    ]

@@ -1,0 +1,374 @@
+"""The protocols between the core of hsx and its adapters.
+
+`pipeline.py`, `writer.py`, `supervisor.py` and `watchdog.py` know these and nothing behind them; `app.py` alone names the
+concrete classes. Blocking methods say so: they are called in worker threads, never on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hsx.core.dump import DumpHeader
+from hsx.core.epoch import CaptureReport, EpochRecord
+from hsx.core.invariants import Answer
+from hsx.core.marker import Marker
+from hsx.core.sample import Lease
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Clock(Protocol):
+    """Monotonic time, so that tests can own it."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary start; never steps back."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
+        ...
+
+
+# --- dataset ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable row of a dataset.
+
+    Attributes:
+        sample_id: the row's id as text; unique in the dataset.
+        input_ids: int32 [tokens], at least one.
+        loss_mask: uint8 [tokens] of 0 and 1.
+        line: 1-based line (or row) number in the file.
+    """
+
+    sample_id: str
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """One row that cannot be used.
+
+    Attributes:
+        line: 1-based line number in the file.
+        sample_id: the row's id where it could be read, else "".
+        reason: stable name: `not_json`, `missing_field`, `empty`, `bad_type`, `out_of_vocabulary`, `too_long`, `duplicate_id`,
+            `mask_length`, `bad_mask`, `bad_chat`.
+        message: what was expected and what was found.
+    """
+
+    line: int
+    sample_id: str
+    reason: str
+    message: str
+
+
+class Dataset(Protocol):
+    """A file of samples, read once, front to back, in bounded memory. Iterating blocks."""
+
+    def __iter__(self) -> Iterator[Row | BadRow]:
+        """All rows in file order. Raises RunError `dataset_unreadable` where the file itself fails."""
+        ...
+
+    def fingerprint(self) -> dict[str, str]:
+        """The settings and content that decide the rows: path-independent, e.g. sha256 of the file, tokenizer hash. Blocks."""
+        ...
+
+
+class Samples(Protocol):
+    """The indexed dataset: token ids by sample index."""
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        ...
+
+    def tokens(self, index: int) -> int:
+        """Prompt length of sample `index`."""
+        ...
+
+    def input_ids(self, index: int) -> NDArray[np.int32]:
+        """Ids of sample `index`, int32 [tokens]. A short read of a local file; may be called on the event loop."""
+        ...
+
+    def sample_id(self, index: int) -> str:
+        """The dataset's own id of sample `index`."""
+        ...
+
+
+class Leases(Protocol):
+    """Where work comes from. The ledger is one; something that hands out work to several hsx may be another."""
+
+    async def acquire(self, count: int) -> list[Lease]:
+        """Up to `count` leases on samples that are neither committed, quarantined nor leased; their attempt numbers are durable
+        before this returns. Empty when there is none now (others may still be leased and come back)."""
+        ...
+
+    async def give_back(self, leases: Iterable[Lease]) -> None:
+        """The attempts were given up without the sample's fault (void epoch, shutdown): the samples are free again."""
+        ...
+
+
+# --- engine -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the running server says of itself; checked at the boot gate.
+
+    Attributes:
+        engine_version: the server package's version.
+        model: model path it serves.
+        max_prompt_tokens: longest prompt that it accepts with `max_new_tokens` 0 or 1.
+        vocab_size: its vocabulary, or None where it does not tell.
+        problems: sentences, each naming the server argument to change, on why capture would be wrong (radix cache on,
+            pp_size > 1, speculative decoding); empty when the server is fit.
+    """
+
+    engine_version: str
+    model: str
+    max_prompt_tokens: int
+    vocab_size: int | None
+    problems: tuple[str, ...]
+
+
+class EngineClient(Protocol):
+    """The HTTP face of a server."""
+
+    async def answers(self) -> bool:
+        """Whether the HTTP port answers at all and the model is loaded; False on any failure. Says nothing of progress."""
+        ...
+
+    async def facts(self) -> ServerFacts:
+        """Asks the server for its settings. Raises EngineError `server_gone` or `server_protocol`."""
+        ...
+
+    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+        """Prefills one prompt under `rid` = marker.
+
+        Raises:
+            SampleError: `request_refused` (HTTP 4xx), `request_failed` (connection lost, HTTP 5xx), `request_timeout`.
+            EngineError: `server_full` (503), `server_gone` (connection refused), `server_protocol` (an answer without counts).
+        """
+        ...
+
+    async def abort(self, marker: Marker) -> None:
+        """Asks the server to drop a request; failures are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        ...
+
+
+class EngineOwner(Protocol):
+    """Who may start and stop the server."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether `start` after `stop` brings a new server; False where hsx only attaches."""
+        ...
+
+    async def start(self) -> EpochRecord:
+        """Starts a server, or finds the running one, and returns its record as soon as the process has written it.
+
+        Raises EngineError `server_start_failed` or `epoch_unknown`.
+        """
+        ...
+
+    async def ended(self) -> str:
+        """Returns, once the process of the last record is gone, a sentence saying how it ended."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the server, where hsx owns it: asks, waits up to `grace_s` seconds, kills. Idempotent.
+
+        Leaves no process behind.
+        """
+        ...
+
+
+# --- dumps ------------------------------------------------------------------------------------------------------------
+
+
+class Dump(Protocol):
+    """One published dump, mapped read-only."""
+
+    @property
+    def header(self) -> DumpHeader:
+        """Its decoded header."""
+        ...
+
+    @property
+    def states(self) -> NDArray[np.uint16]:
+        """bf16 bits, [tokens, L, H]; a view of the mapping, valid until `close`."""
+        ...
+
+    @property
+    def input_ids(self) -> NDArray[np.int32]:
+        """int32 [tokens]; a view of the mapping, valid until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Drops the mapping; the file stays."""
+        ...
+
+
+class Dumps(Protocol):
+    """The dump directory of one epoch at a time."""
+
+    def enter(self, epoch: str) -> None:
+        """Turns to the folder of `epoch`. Raises RunError `staging_failed` where it does not exist."""
+        ...
+
+    def report(self) -> CaptureReport | None:
+        """The capture plugin's report in the current epoch; None until it is there."""
+        ...
+
+    async def arrival(self, marker: Marker) -> None:
+        """Returns as soon as the dump of `marker` is published; raises SampleError `dump_failed` when its error file appears.
+        The caller sets the deadline."""
+        ...
+
+    def open(self, marker: Marker) -> Dump:
+        """Maps the dump named `marker`. Blocks briefly. Raises SampleError `dump_invalid`, or FileNotFoundError."""
+        ...
+
+    def remove(self, marker: Marker) -> None:
+        """Unlinks whatever stands under `marker` (dump, error file). Missing files are fine."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names (without suffix) of all published dumps and error files in the current epoch's folder."""
+        ...
+
+
+# --- store ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What writing one shard gave.
+
+    Attributes:
+        root: name of the root it lies on.
+        nbytes: size of the shard file.
+        crc32c: of the payload (all bf16 bytes of the sample, token-major, padding excluded).
+    """
+
+    root: str
+    nbytes: int
+    crc32c: int
+
+
+class Root(Protocol):
+    """One disk that takes shards. All methods block; `write` may be called from several threads for different samples."""
+
+    @property
+    def name(self) -> str:
+        """Its name in config and ledger."""
+        ...
+
+    def free(self) -> int:
+        """Free bytes for an unprivileged user on its file system. Raises RunError `root_unusable`."""
+        ...
+
+    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
+        """Writes the shard of sample `index` from bf16 bits [tokens, L, H].
+
+        Preallocates and writes a `.partial` file, fdatasync, rename to the final name. Durable only after `sync`. A shard
+        already there (of an uncommitted attempt) is replaced.
+
+        Raises RunError `root_unusable` (EIO, EROFS, vanished) or `roots_full` (ENOSPC); nothing is left under the final name.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Makes the names written so far durable (fsync of the directory). Raises RunError `root_unusable`."""
+        ...
+
+    def sweep(self) -> int:
+        """Removes `.partial` files of this store; returns how many."""
+        ...
+
+
+class View(Protocol):
+    """The group's union view of all roots."""
+
+    def link(self, index: int, root: str) -> None:
+        """Makes sample `index` on `root` visible in the group's `hidden_states`. Idempotent. Blocks briefly."""
+        ...
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One sample's entry in a group commit.
+
+    Attributes:
+        lease: the attempt that succeeded.
+        marker: its marker.
+        epoch: the server's epoch.
+        sequence: the dump's capture counter.
+        receipt: where and how the shard was written.
+        timings: seconds spent per step, by name: `request`, `dump`, `validate`, `write`.
+        adopted: the dump was found after a restart of hsx, not requested by this process.
+    """
+
+    lease: Lease
+    marker: Marker
+    epoch: str
+    sequence: int
+    receipt: Receipt
+    timings: dict[str, float]
+    adopted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Samples of a job by state, and tokens and bytes committed."""
+
+    pending: int
+    committed: int
+    quarantined: int
+    rejected: int
+    tokens_total: int
+    tokens_committed: int
+    bytes_committed: int
+
+
+class Ledger(Leases, Protocol):
+    """The durable record of the job; every method returns after its transaction is durable."""
+
+    async def commit(self, group: Sequence[Commit]) -> None:
+        """Marks the samples committed, in one transaction.
+
+        Raises RunError `ledger_failed`, also where a sample is committed already.
+        """
+        ...
+
+    async def fail(self, lease: Lease, marker: Marker, epoch: str, reason: str, evidence: str, *, quarantine: bool) -> None:
+        """Records a failed attempt by the sample's own fault, and frees or quarantines the sample."""
+        ...
+
+    async def epoch_began(self, record: EpochRecord) -> None:
+        """Records an epoch; an epoch already known is being continued."""
+        ...
+
+    async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
+        """Records why an epoch was voided or ended."""
+        ...
+
+    async def counts(self) -> Counts:
+        """The job's totals."""
+        ...
