@@ -1,0 +1,230 @@
+"""What a run tells about itself: one place that counts, logs and keeps the recent past.
+
+The pipeline, the supervisor and the watchdog report facts here with plain synchronous calls on the event loop; the status
+endpoint, the metrics, the progress view and the final summary read from here. Nothing in here grows with the number of
+samples: totals, rings of fixed length, and tables whose keys are the names of states, invariants, error kinds and roots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from hsx.core.lifecycle import State
+from hsx.core.rates import Meter, eta
+from hsx.logs import PER_SAMPLE, configure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hsx.core.marker import Marker
+    from hsx.ports import Counts
+
+__all__ = ["LAST_ERRORS", "LAST_RESTARTS", "Telemetry", "configure"]
+
+LAST_ERRORS: Final = 50
+LAST_RESTARTS: Final = 20
+
+
+class Telemetry:
+    """Counters, rates and the recent past of one run.
+
+    Not thread-safe: every method is called on the event loop's thread.
+
+    Args:
+        clock: monotonic seconds.
+        wall: seconds since 1970, for the times that people read.
+        logger: a structlog logger; default: the configured one.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        logger: structlog.typing.FilteringBoundLogger | None = None,
+    ) -> None:
+        self._clock = clock
+        self._wall = wall
+        self.log: structlog.typing.FilteringBoundLogger = structlog.get_logger() if logger is None else logger
+        self._began = clock()
+        self._began_wall = wall()
+        self._samples, self._tokens, self._bytes = Meter(self._began), Meter(self._began), Meter(self._began)
+        self._job: dict[str, Any] = {}
+        self._before: Counts | None = None
+        self._adopted = 0
+        self._quarantined = 0
+        self._step_seconds: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._violations: Counter[str] = Counter()
+        self._restarts: Counter[str] = Counter()
+        self._engine = (State.STOPPED.value, "", self._began_wall)
+        self._epoch: dict[str, Any] = {"id": "", "continued": False, "count": 0}
+        self._in_flight = {"requests": 0, "tokens": 0}
+        self._staging_bytes = 0
+        self._root_free: dict[str, int] = {}
+        self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
+        self._last_restarts: deque[dict[str, Any]] = deque(maxlen=LAST_RESTARTS)
+
+    def job_began(self, name: str, run: str, store: str, counts: Counts) -> None:
+        """The job is open; `counts` is what the ledger held before this run did anything."""
+        self._job = {"name": name, "run": run, "store": store}
+        self._before = counts
+        self.log.info("job.began", **self._job, **asdict(counts))
+
+    def sample_committed(
+        self,
+        index: int,
+        marker: Marker | str,
+        epoch: str,
+        sequence: int,
+        tokens: int,
+        nbytes: int,
+        root: str,
+        attempt: int,
+        timings: Mapping[str, float],
+        adopted: bool,
+        sample_id: str = "",
+    ) -> None:
+        """A sample is durable: counts it and writes its canonical line.
+
+        Args:
+            index: sample index.
+            marker: of the attempt that succeeded.
+            epoch: the server's epoch.
+            sequence: the dump's capture counter.
+            tokens: prompt tokens.
+            nbytes: bytes of the shard file.
+            root: where it lies.
+            attempt: number of the attempt.
+            timings: seconds by step.
+            adopted: the dump outlived an earlier hsx and was not prefilled again.
+            sample_id: the dataset's own id, where it is at hand.
+        """
+        now = self._clock()
+        self._samples.add(now, 1)
+        self._tokens.add(now, tokens)
+        self._bytes.add(now, nbytes)
+        self._adopted += adopted
+        for step, seconds in timings.items():
+            self._step_seconds[step] += seconds  # type: ignore[assignment]  # Counter adds floats as well as it does ints
+        self.log.info(
+            PER_SAMPLE,
+            index=index,
+            **({"id": sample_id} if sample_id else {}),
+            marker=str(marker),
+            epoch=epoch,
+            sequence=sequence,
+            tokens=tokens,
+            bytes=nbytes,
+            root=root,
+            attempt=attempt,
+            adopted=adopted,
+            timings={step: round(seconds, 4) for step, seconds in timings.items()},
+        )
+
+    def attempt_failed(self, marker: Marker | str, reason: str, evidence: str, quarantined: bool) -> None:
+        """An attempt failed by the sample's own fault, for `reason` (an invariant or an error kind); perhaps for good."""
+        self._failures[reason] += 1
+        self._quarantined += quarantined
+        self._remember(reason, evidence, str(marker))
+        write = self.log.error if quarantined else self.log.warning
+        write("sample.quarantined" if quarantined else "attempt.failed", marker=str(marker), reason=reason, evidence=evidence)
+
+    def violation(self, marker: Marker | str | None, invariant: str, evidence: str) -> None:
+        """An invariant does not hold; `marker` is None where it speaks of the whole run."""
+        self._violations[invariant] += 1
+        self.log.warning(
+            "invariant.violated", invariant=invariant, evidence=evidence, marker=None if marker is None else str(marker)
+        )
+
+    def engine_state(self, state: State | str, reason: str = "") -> None:
+        """The engine's life took a step."""
+        name = state.value if isinstance(state, State) else state
+        self._engine = (name, reason, self._wall())
+        self.log.info("engine.state_changed", state=name, reason=reason)
+
+    def engine_restarted(self, reason: str, evidence: str, requeued: int, delay_s: float) -> None:
+        """The epoch was voided, and a restart follows after `delay_s` seconds; `requeued` samples went back to the queue."""
+        self._restarts[reason] += 1
+        entry = {"reason": reason, "evidence": evidence, "requeued": requeued, "delay_s": round(delay_s, 3)}
+        self._last_restarts.append({"time": self._wall(), **entry})
+        self._remember(reason, evidence, "")
+        self.log.error("engine.restarted", **entry)
+
+    def epoch_began(self, epoch: str, continued: bool) -> None:
+        """A server passed the boot gate; `continued` where it is one that an earlier hsx had used."""
+        self._epoch = {"id": epoch, "continued": continued, "count": self._epoch["count"] + 1}
+        self.log.info("epoch.began", epoch=epoch, continued=continued)
+
+    def error_met(self, kind: str, message: str) -> None:
+        """An error that is neither an attempt's nor a restart's: keeps and logs it."""
+        self._remember(kind, message, "")
+        self.log.error("error.met", kind=kind, message=message)
+
+    def gauges(self, requests: int, tokens: int, staging_bytes: int) -> None:
+        """What is in flight now: requests, their prompt tokens, and bytes of the dump directory in use."""
+        self._in_flight = {"requests": requests, "tokens": tokens}
+        self._staging_bytes = staging_bytes
+
+    def root_space(self, name: str, free: int) -> None:
+        """Free bytes of a root."""
+        self._root_free[name] = free
+
+    def _remember(self, kind: str, message: str, marker: str) -> None:
+        self._errors.append({"time": self._wall(), "kind": kind, "message": message[:2000], "marker": marker})
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as plain data: the body of the status document (see `hsx.status`) and the source of the metrics."""
+        now = self._clock()
+        age = now - self._began
+        before = self._before
+        token_rates = self._tokens.rates(now)
+        progress: dict[str, Any] = {
+            "samples": {"committed_by_run": self._samples.total, "per_second": asdict(self._samples.rates(now))},
+            "tokens": {"committed_by_run": self._tokens.total, "per_second": asdict(token_rates)},
+            "bytes": {"committed_by_run": self._bytes.total, "per_second": asdict(self._bytes.rates(now))},
+            "adopted": self._adopted,
+            "step_seconds": {step: round(seconds, 4) for step, seconds in self._step_seconds.items()},
+            "eta": {"seconds": None, "basis": "the job's totals are not known yet"},
+        }
+        quarantined, rejected = self._quarantined, 0
+        if before is not None:
+            quarantined, rejected = quarantined + before.quarantined, before.rejected
+            committed = before.committed + self._samples.total
+            tokens = before.tokens_committed + self._tokens.total
+            progress["samples"] |= {
+                "total": before.pending + before.committed + before.quarantined,
+                "committed": committed,
+                "pending": max(0, before.pending - self._samples.total - self._quarantined),
+            }
+            progress["tokens"] |= {"total": before.tokens_total, "committed": tokens}
+            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total}
+            progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
+        state, reason, since = self._engine
+        return {
+            "job": {**self._job, "began": self._began_wall, "seconds": round(age, 3)},
+            "progress": progress,
+            "engine": {
+                "state": state,
+                "reason": reason,
+                "since": since,
+                "epoch": dict(self._epoch),
+                "restarts": {
+                    "total": sum(self._restarts.values()),
+                    "by_reason": dict(self._restarts),
+                    "last": list(self._last_restarts),
+                },
+            },
+            "in_flight": dict(self._in_flight),
+            "staging": {"bytes": self._staging_bytes},
+            "roots": {name: {"free_bytes": free} for name, free in self._root_free.items()},
+            "invariants": {"violations": sum(self._violations.values()), "by_name": dict(self._violations)},
+            "failed_attempts": dict(self._failures),
+            "quarantine": {"count": quarantined, "by_run": self._quarantined, "rejected_rows": rejected},
+            "last_errors": list(self._errors),
+        }
