@@ -65,11 +65,11 @@ def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = T
     root.setLevel(max(number, logging.WARNING))
 
 
-def _to_json(event: MutableMapping[str, Any], **_: Any) -> str:
+def _to_json(event: MutableMapping[str, Any], **_options: object) -> str:
     return msgspec.json.encode(event, enc_hook=str).decode()
 
 
-def _drop_samples(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _drop_samples(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     if event.get("event") == PER_SAMPLE:
         raise structlog.DropEvent
     return event

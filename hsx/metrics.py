@@ -31,7 +31,7 @@ class TelemetryCollector(Collector):
         self._telemetry = telemetry
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in a fixed order. Counters count this run of hsx; a restart of hsx resets them, as Prometheus expects."""
+        """All families, in a fixed order. Counters count this run of hsx: a restart resets them, as Prometheus expects."""
         data = self._telemetry.snapshot()
         progress, engine = data["progress"], data["engine"]
         yield _counter("hsx_samples_committed", "Samples committed by this run", progress["samples"]["committed_by_run"])

@@ -8,7 +8,7 @@ samples: totals, rings of fixed length, and tables whose keys are the names of s
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,7 +58,7 @@ class Telemetry:
         self._before: Counts | None = None
         self._adopted = 0
         self._quarantined = 0
-        self._step_seconds: Counter[str] = Counter()
+        self._step_seconds: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class Telemetry:
         self._bytes.add(now, nbytes)
         self._adopted += adopted
         for step, seconds in timings.items():
-            self._step_seconds[step] += seconds  # type: ignore[assignment]  # Counter adds floats as well as it does ints
+            self._step_seconds[step] += seconds
         self.log.info(
             PER_SAMPLE,
             index=index,

@@ -88,7 +88,7 @@ def eta(remaining_tokens: int, rates: Rates, age_s: float) -> Eta:
     """
     if remaining_tokens <= 0:
         return Eta(0.0, "nothing is left")
-    rate, basis = (
-        (rates.ten_minutes, "tokens/s of the last 10 minutes") if age_s >= 600 else (rates.run, "tokens/s of this run")
-    )
+    recent = age_s >= 600
+    rate = rates.ten_minutes if recent else rates.run
+    basis = "tokens/s of the last 10 minutes" if recent else "tokens/s of this run"
     return Eta(remaining_tokens / rate, basis) if rate > 0 else Eta(None, "no sample has been committed yet")
