@@ -63,8 +63,13 @@ class DumpHeader:
         return self.states_bytes + self.tokens * ID_BYTES
 
 
-def encode_header(header: DumpHeader) -> bytes:
-    """The file's first bytes, up to where `hidden_states` begins; a multiple of `ALIGNMENT` long."""
+def encode_header(header: DumpHeader, at_least: int = 0) -> bytes:
+    """The file's first bytes, up to where `hidden_states` begins; a multiple of `ALIGNMENT` long.
+
+    Args:
+        header: what the dump says of itself.
+        at_least: pads to this many bytes, for a writer that placed the data before it knew the sequence.
+    """
     shape = [header.tokens, header.spec.states, header.hidden_size]
     document = {
         "__metadata__": {
@@ -87,7 +92,7 @@ def encode_header(header: DumpHeader) -> bytes:
         },
     }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
-    padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    padded = -(-max(8 + len(text), at_least) // ALIGNMENT) * ALIGNMENT
     return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
 
 

@@ -1,0 +1,185 @@
+"""Dump files: preallocated, filled by offset, published by rename.
+
+A dump grows as `<marker>.part` and becomes `<marker>.safetensors` at one `rename`; a reader therefore never sees half a
+dump under its final name. `posix_fallocate` reserves the whole file first: a full tmpfs is then a clean ENOSPC at `begin`,
+where a hole written later (or a mapping of it) would be SIGBUS for the whole server.
+
+The writer checks no coverage: what has arrived is `assembly.py`'s business. It is shared by the SGLang plugin and by the
+reference engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from hsx.core.dump import ERROR_SUFFIX, ID_BYTES, PART_SUFFIX, SUFFIX, DumpHeader, encode_header
+from hsx.core.spec import BF16_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hsx.core.marker import Marker
+    from hsx.core.spec import CaptureSpec
+
+_LARGEST_SEQUENCE: Final = 10**18
+"""Stands in for the sequence until publication, so that the room left for the header is always enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """One `.part` file: its descriptor and where its two tensors begin."""
+
+    fd: int
+    states_at: int
+    ids_at: int
+
+
+def bf16_bits(states: torch.Tensor | NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """The bits of bf16 states as a contiguous uint16 array, without a copy where the tensor is contiguous and on the CPU.
+
+    Raises ValueError for any other dtype: rounding is the caller's decision, never a side effect of writing.
+    """
+    if isinstance(states, torch.Tensor):
+        if states.dtype != torch.bfloat16:
+            raise ValueError(f"states have dtype {states.dtype}; expected torch.bfloat16")
+        return states.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    if states.dtype != np.uint16:
+        raise ValueError(f"states have dtype {states.dtype}; expected uint16 (the bits of bf16)")
+    return np.ascontiguousarray(states)
+
+
+class DumpWriter:
+    """Writes the dumps of one epoch into its folder.
+
+    Calls for one marker come from one thread at a time; calls for different markers may come from several threads.
+
+    Args:
+        folder: `<dump_dir>/<epoch>`; it exists.
+        epoch: the epoch's uuid.
+        spec: layers and final state, as read back from the model.
+        hidden_size: H.
+        model: model name or path as the server was given it.
+        engine: engine name and version, such as `sglang 0.5.23`.
+    """
+
+    def __init__(self, folder: Path, epoch: str, spec: CaptureSpec, hidden_size: int, model: str, engine: str) -> None:
+        self._folder = folder
+        self._epoch = epoch
+        self._spec = spec
+        self._hidden_size = hidden_size
+        self._model = model
+        self._engine = engine
+        self._open: dict[Marker, _Open] = {}
+        self._sequence = 0
+        self._publishing = threading.Lock()
+
+    @property
+    def sequence(self) -> int:
+        """The sequence of the last dump published; 0 before the first."""
+        return self._sequence
+
+    def begin(self, marker: Marker) -> None:
+        """Opens and preallocates the `.part` file. On a marker already open: starts again, what was written is void.
+
+        Raises OSError (ENOSPC when the dump directory is full); the `.part` file is gone then.
+        """
+        if marker in self._open:
+            return
+        header = self._header(marker, _LARGEST_SEQUENCE)
+        states_at = len(encode_header(header))
+        path = self._path(marker, PART_SUFFIX)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, states_at + header.data_bytes)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        self._open[marker] = _Open(fd, states_at, states_at + header.states_bytes)
+
+    def write(
+        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
+    ) -> None:
+        """Writes n tokens of a marker that has begun, the first of them being token `offset` of its prompt.
+
+        Args:
+            marker: whose tokens they are.
+            offset: index of the first token, from 0.
+            states: bf16 [n, L, H], as torch.bfloat16 or as uint16 bits.
+            input_ids: int32 [n].
+
+        Raises:
+            ValueError: a wrong shape or dtype, or tokens past the marker's end; nothing is written then.
+            OSError: the file cannot be written.
+        """
+        opened = self._open[marker]
+        bits = bf16_bits(states)
+        count = len(input_ids)
+        expected = (count, self._spec.states, self._hidden_size)
+        if bits.shape != expected or input_ids.dtype != np.int32:
+            raise ValueError(f"{marker}: states are {bits.shape}, ids {input_ids.dtype}; expected {expected} and int32")
+        if not 0 <= offset <= offset + count <= marker.tokens:
+            raise ValueError(f"{marker}: tokens {offset} to {offset + count}; expected at most {marker.tokens}")
+        row = self._spec.states * self._hidden_size * BF16_BYTES
+        _write_all(opened.fd, bits, opened.states_at + offset * row)
+        _write_all(opened.fd, np.ascontiguousarray(input_ids), opened.ids_at + offset * ID_BYTES)
+
+    def publish(self, marker: Marker) -> int:
+        """Writes the header, renames the file to its final name and returns its sequence (1 for the epoch's first).
+
+        Raises OSError; the sequence is not used up then, and the marker is still open.
+        """
+        opened = self._open[marker]
+        with self._publishing:
+            sequence = self._sequence + 1
+            head = encode_header(self._header(marker, sequence), at_least=opened.states_at)
+            _write_all(opened.fd, np.frombuffer(head, dtype=np.uint8), 0)
+            self._path(marker, PART_SUFFIX).rename(self._path(marker, SUFFIX))
+            self._sequence = sequence
+        os.close(self._open.pop(marker).fd)
+        return sequence
+
+    def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:
+        """Drops the marker's partial file and leaves `<marker>.error`: a JSON object with marker, epoch, reason and errno.
+
+        Raises OSError where not even that can be written.
+        """
+        self.drop(marker)
+        note = {"marker": str(marker), "epoch": self._epoch, "reason": reason, "errno": errno}
+        part = self._path(marker, ERROR_SUFFIX + PART_SUFFIX)
+        part.write_text(json.dumps(note))
+        part.rename(self._path(marker, ERROR_SUFFIX))
+
+    def drop(self, marker: Marker) -> None:
+        """Forgets a marker and unlinks its `.part` file; harmless for one that has not begun."""
+        opened = self._open.pop(marker, None)
+        if opened is None:
+            return
+        os.close(opened.fd)
+        with contextlib.suppress(OSError):
+            self._path(marker, PART_SUFFIX).unlink()
+
+    def _path(self, marker: Marker, suffix: str) -> Path:
+        return self._folder / f"{marker}{suffix}"
+
+    def _header(self, marker: Marker, sequence: int) -> DumpHeader:
+        return DumpHeader(marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine)
+
+
+def _write_all(fd: int, data: NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.int32], offset: int) -> None:
+    """pwrite until everything is written: a full file system may take part of a call and fail the next one."""
+    view = data.reshape(-1).view(np.uint8).data
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view = view[done:]
+        offset += done

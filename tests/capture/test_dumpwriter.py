@@ -1,0 +1,149 @@
+"""The dump writer against the dump format: what it publishes, `decode_header` and safetensors read back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import signal
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from hsx.capture.dumpwriter import DumpWriter, bf16_bits
+from hsx.core.dump import decode_header
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = CaptureSpec((2, 5), "post_norm")
+WIDTH = 16
+EPOCH = "11111111-2222-4333-8444-555555555555"
+
+
+def states_of(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, SPEC.states, WIDTH, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> DumpWriter:
+    return DumpWriter(tmp_path, EPOCH, SPEC, WIDTH, "model", "test 1")
+
+
+def test_published_dump_reads_back(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    states, ids = states_of(10), np.arange(10, dtype=np.int32)
+    writer.begin(marker)
+    writer.write(marker, 4, states[4:], ids[4:])
+    writer.write(marker, 0, bf16_bits(states[:4]), ids[:4])
+    assert writer.publish(marker) == 1
+    path = tmp_path / f"{marker}.safetensors"
+    data = path.read_bytes()
+    header, start = decode_header(data, len(data))
+    assert (header.marker, header.epoch, header.sequence, header.spec) == (marker, EPOCH, 1, SPEC)
+    assert start % 4096 == 0
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("hidden_states"), states)
+        assert file.get_tensor("input_ids").tolist() == ids.tolist()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name]
+
+
+def test_sequence_rises_at_publication(writer: DumpWriter, tmp_path: Path) -> None:
+    first, second = Marker("0a0b0c0d", 1, 1, 3), Marker("0a0b0c0d", 2, 1, 3)
+    for marker in (first, second):
+        writer.begin(marker)
+        writer.write(marker, 0, states_of(3), np.zeros(3, np.int32))
+    assert [writer.publish(second), writer.publish(first)] == [1, 2]
+    data = (tmp_path / f"{first}.safetensors").read_bytes()
+    assert decode_header(data, len(data))[0].sequence == 2
+    assert writer.sequence == 2
+
+
+def test_failed_publication_uses_no_number(writer: DumpWriter, tmp_path: Path) -> None:
+    lost, kept = Marker("0a0b0c0d", 1, 1, 3), Marker("0a0b0c0d", 2, 1, 3)
+    writer.begin(lost)
+    (tmp_path / f"{lost}.part").unlink()
+    with pytest.raises(FileNotFoundError):
+        writer.publish(lost)
+    writer.drop(lost)
+    writer.begin(kept)
+    assert writer.publish(kept) == 1
+
+
+def test_header_keeps_its_room_at_a_page_border(tmp_path: Path) -> None:
+    """The data is placed before the sequence is known; its digits must never move the data."""
+    marker = Marker("0a0b0c0d", 1, 1, 2)
+    for length in range(3440, 3660, 3):
+        writer = DumpWriter(tmp_path, EPOCH, SPEC, WIDTH, "m" * length, "test 1")
+        writer.begin(marker)
+        writer.write(marker, 0, states_of(2), np.array([5, 6], np.int32))
+        writer.publish(marker)
+        data = (tmp_path / f"{marker}.safetensors").read_bytes()
+        header, start = decode_header(data, len(data))
+        assert data[start : start + header.states_bytes] == bf16_bits(states_of(2)).tobytes()
+
+
+def test_fail_leaves_a_reason_and_no_part(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    writer.begin(marker)
+    writer.fail(marker, "no room", errno.ENOSPC)
+    assert [p.name for p in tmp_path.iterdir()] == [f"{marker}.error"]
+    note = json.loads((tmp_path / f"{marker}.error").read_text())
+    assert note == {"marker": str(marker), "epoch": EPOCH, "reason": "no room", "errno": errno.ENOSPC}
+
+
+def test_drop_leaves_nothing(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    writer.begin(marker)
+    writer.drop(marker)
+    writer.drop(marker)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_part_is_reserved_at_begin(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 1000)
+    writer.begin(marker)
+    status = (tmp_path / f"{marker}.part").stat()
+    assert status.st_size == 4096 + 1000 * (SPEC.states * WIDTH * 2 + 4)
+    assert status.st_blocks * 512 >= status.st_size
+    writer.drop(marker)
+
+
+def test_no_room_is_an_error_at_begin(writer: DumpWriter, tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk: both fail in posix_fallocate."""
+    marker = Marker("0a0b0c0d", 7, 1, 1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.begin(marker)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "states", "ids"),
+    [
+        (0, torch.zeros(3, SPEC.states, WIDTH), np.zeros(3, np.int32)),
+        (0, np.zeros((3, SPEC.states, WIDTH), np.float32), np.zeros(3, np.int32)),
+        (0, torch.zeros(3, SPEC.states, WIDTH + 1, dtype=torch.bfloat16), np.zeros(3, np.int32)),
+        (0, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int64)),
+        (0, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(2, np.int32)),
+        (8, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int32)),
+        (-1, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int32)),
+    ],
+)
+def test_wrong_pieces_are_refused(writer: DumpWriter, offset: int, states: torch.Tensor, ids: np.ndarray) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    writer.begin(marker)
+    with pytest.raises(ValueError, match="expected"):
+        writer.write(marker, offset, states, ids)
+    writer.drop(marker)
