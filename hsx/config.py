@@ -22,6 +22,13 @@ Size = Annotated[
         description="a size in bytes with its unit, such as '8GiB' or '1.5TB'",
     ),
 ]
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="a name of up to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    ),
+]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,7 +38,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Job(Section, frozen=True, kw_only=True):
     """What the job is called and where its result and its state lie."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Name
     store: str
     """Path of the Zarr group that is made."""
     state_dir: str = ""
@@ -97,7 +104,7 @@ class Staging(Section, frozen=True, kw_only=True):
 class Root(Section, frozen=True, kw_only=True):
     """One disk that takes shards."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Name
     path: str
     reserve: Size = "1GiB"
     """Bytes that stay free."""
