@@ -107,8 +107,8 @@ class Samples(Protocol):
 class Leases(Protocol):
     """Where work comes from. The ledger is one; something that hands out work to several hsx may be another."""
 
-    async def acquire(self, count: int) -> list[Lease]:
-        """Up to `count` leases on samples that are neither committed, quarantined nor leased; their attempt numbers are durable
+    async def acquire(self, limit: int) -> list[Lease]:
+        """Up to `limit` leases on samples that are neither committed, quarantined nor leased; their attempt numbers are durable
         before this returns. Empty when there is none now (others may still be leased and come back)."""
         ...
 
@@ -155,7 +155,8 @@ class EngineClient(Protocol):
         """Prefills one prompt under `rid` = marker.
 
         Raises:
-            SampleError: `request_refused` (HTTP 4xx), `request_failed` (connection lost, HTTP 5xx), `request_timeout`.
+            SampleError: `request_refused` (HTTP 4xx), `request_duplicate` (the marker is in flight already), `request_failed`
+                (connection lost, HTTP 5xx), `request_timeout`.
             EngineError: `server_full` (503), `server_gone` (connection refused), `server_protocol` (an answer without counts).
         """
         ...
@@ -332,6 +333,20 @@ class Commit:
     receipt: Receipt
     timings: dict[str, float]
     adopted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRow:
+    """The ledger's entry of one committed sample; see `Commit` and `Receipt` for the fields."""
+
+    index: int
+    root: str
+    crc32c: int
+    nbytes: int
+    tokens: int
+    marker: str
+    epoch: str
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,295 @@
+"""The ledger: the durable record of what is committed, and the local source of leases.
+
+One thread writes it. A sample is pending, committed or quarantined; that it is leased is known only to this process, so a
+crash frees it. Memory is bounded: pending samples are read by a cursor, and only those that came back are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from hsx.core.epoch import EpochRecord, to_json
+from hsx.core.sample import Lease, Sample
+from hsx.errors import RunError
+from hsx.ports import BadRow, Commit, Counts
+from hsx.stores.ledger_schema import SCHEMA, SCHEMA_VERSION, connect, count, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from hsx.core.marker import Marker
+
+T = TypeVar("T")
+
+
+def create(path: Path, fingerprint: Mapping[str, str], tokens: Iterable[int], rejected: Iterable[BadRow]) -> None:
+    """Makes the ledger of a new job; the file appears under its name only when it is whole.
+
+    Args:
+        path: where; must not exist.
+        fingerprint: the settings under which the job may be resumed.
+        tokens: prompt length of each sample, in index order.
+        rejected: dataset rows that are not samples.
+
+    Raises:
+        RunError: kind `ledger_failed`.
+    """
+    draft = path.with_suffix(".new")
+    draft.unlink(missing_ok=True)
+    with translated(path):
+        connection = sqlite3.connect(draft)
+        try:
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
+            meta = {"run": secrets.token_hex(4), "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            connection.executemany("INSERT INTO samples (idx, tokens) VALUES (?, ?)", enumerate(map(int, tokens)))
+            rows = ((r.line, r.sample_id, r.reason, r.message) for r in rejected)
+            connection.executemany("INSERT OR REPLACE INTO rejected VALUES (?, ?, ?, ?)", rows)
+            connection.commit()
+        finally:
+            connection.close()
+        draft.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class SqliteLedger:
+    """Implements `hsx.ports.Ledger`.
+
+    Args:
+        path: a ledger made by `create`.
+
+    Raises:
+        RunError: kind `ledger_failed`, from here and from every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection = connect(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsx-ledger")
+        self._cursor = -1
+        self._returned: deque[int] = deque()
+        with translated(path):
+            meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+            self._counts = count(self._connection)
+        self.run: str = meta["run"]
+        self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
+
+    # --- leases
+
+    async def acquire(self, limit: int) -> list[Lease]:
+        """Up to `limit` leases, attempts made durable first; samples that came back go first."""
+        return await self._do(self._acquire, limit)
+
+    def _acquire(self, limit: int) -> list[Lease]:
+        indices = [self._returned.popleft() for _ in range(min(limit, len(self._returned)))]
+        if len(indices) < limit:
+            fresh = self._connection.execute(
+                "SELECT idx FROM samples WHERE state = 'pending' AND idx > ? ORDER BY idx LIMIT ?",
+                (self._cursor, limit - len(indices)),
+            ).fetchall()
+            indices += [idx for (idx,) in fresh]
+            if fresh:
+                self._cursor = fresh[-1][0]
+        leases = []
+        with self._transaction() as db:
+            for idx in indices:
+                row = db.execute(
+                    "UPDATE samples SET attempts = attempts + 1 WHERE idx = ? AND state = 'pending' "
+                    "RETURNING tokens, attempts, failures",
+                    (idx,),
+                ).fetchone()
+                if row is None:
+                    raise RunError("ledger_failed", f"ledger {self._path}: sample {idx} is not pending; expected it to be free")
+                leases.append(Lease(Sample(idx, row[0]), row[1], row[2]))
+        return leases
+
+    async def give_back(self, leases: Iterable[Lease]) -> None:
+        """Frees samples whose attempts were given up by no fault of theirs."""
+        self._returned.extend(lease.sample.index for lease in leases)
+
+    # --- outcomes
+
+    async def commit(self, group: Sequence[Commit]) -> None:
+        """Marks a group committed in one transaction: here, and nowhere else, data becomes real."""
+        await self._do(self._commit, group)
+
+    def _commit(self, group: Sequence[Commit]) -> None:
+        now = time.time()
+        with self._transaction() as db:
+            for entry in group:
+                receipt = entry.receipt
+                changed = db.execute(
+                    "UPDATE samples SET state = 'committed', marker = ?, epoch = ?, sequence = ?, root = ?, nbytes = ?, "
+                    "crc32c = ?, timings = ?, adopted = ?, committed_at = ?, reason = NULL, evidence = NULL "
+                    "WHERE idx = ? AND state = 'pending'",
+                    (
+                        str(entry.marker),
+                        entry.epoch,
+                        entry.sequence,
+                        receipt.root,
+                        receipt.nbytes,
+                        receipt.crc32c,
+                        json.dumps({name: round(seconds, 6) for name, seconds in entry.timings.items()}),
+                        entry.adopted,
+                        now,
+                        entry.lease.sample.index,
+                    ),
+                ).rowcount
+                if changed != 1:
+                    index = entry.lease.sample.index
+                    raise RunError("ledger_failed", f"ledger {self._path}: sample {index} is not pending; expected one commit")
+        tokens = sum(entry.lease.sample.tokens for entry in group)
+        self._move(
+            pending=-len(group),
+            committed=len(group),
+            tokens_committed=tokens,
+            bytes_committed=sum(entry.receipt.nbytes for entry in group),
+        )
+
+    async def fail(self, lease: Lease, marker: Marker, epoch: str, reason: str, evidence: str, *, quarantine: bool) -> None:
+        """Records a failure by the sample's own fault; the sample is free again, or quarantined."""
+        await self._do(self._fail, lease, marker, epoch, reason, evidence, quarantine)
+        if not quarantine:
+            self._returned.append(lease.sample.index)
+
+    def _fail(self, lease: Lease, marker: Marker, epoch: str, reason: str, evidence: str, quarantine: bool) -> None:
+        idx = lease.sample.index
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO failures (at, idx, marker, epoch, reason, evidence, quarantined) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (time.time(), idx, str(marker), epoch, reason, evidence, quarantine),
+            )
+            db.execute(
+                "UPDATE samples SET failures = failures + 1, marker = ?, epoch = ?, reason = ?, evidence = ?, "
+                "state = CASE WHEN ? THEN 'quarantined' ELSE state END WHERE idx = ? AND state = 'pending'",
+                (str(marker), epoch, reason, evidence, quarantine, idx),
+            )
+        if quarantine:
+            self._move(pending=-1, quarantined=1)
+
+    # --- epochs
+
+    async def epoch_began(self, record: EpochRecord) -> None:
+        """Records an epoch with its record; one already known goes on."""
+        await self._do(
+            self._write,
+            "INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?) ON CONFLICT (epoch) DO UPDATE SET ended = NULL",
+            (record.epoch, time.time(), to_json(record)),
+        )
+
+    async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
+        """Records how an epoch ended."""
+        await self._do(
+            self._write,
+            "UPDATE epochs SET ended = ?, reason = ?, evidence = ? WHERE epoch = ?",
+            (time.time(), reason, evidence, epoch),
+        )
+
+    async def next_canary(self) -> int:
+        """A number for a canary's marker, from 1, durably never given twice."""
+        return await self._do(self._next_canary)
+
+    def _next_canary(self) -> int:
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO meta VALUES ('canaries', '1') "
+                "ON CONFLICT (key) DO UPDATE SET value = CAST(CAST(value AS INTEGER) + 1 AS TEXT)"
+            )
+        return int(self._connection.execute("SELECT value FROM meta WHERE key = 'canaries'").fetchone()[0])
+
+    async def fix(self, key: str, value: str) -> str:
+        """Records a fact once, such as the server's version, and returns what is recorded: the first value given."""
+        await self._do(self._write, "INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
+        return await self._do(self._meta, key)
+
+    # --- reading
+
+    async def attempts_of(self, index: int) -> tuple[str, Lease] | None:
+        """State of one sample and the lease of its last attempt; None where there is no such sample."""
+        row = await self._do(
+            lambda: self._connection.execute(
+                "SELECT state, tokens, attempts, failures FROM samples WHERE idx = ?", (index,)
+            ).fetchone()
+        )
+        return None if row is None else (row[0], Lease(Sample(index, row[1]), row[2], row[3]))
+
+    async def counts(self) -> Counts:
+        """The job's totals, kept up to date in memory."""
+        return self._counts
+
+    def committed_roots(self) -> Iterator[tuple[int, str]]:
+        """(index, root) of every committed sample, in order. Blocks; on a connection of its own."""
+        with translated(self._path):
+            reader = connect(self._path, read_only=True)
+            try:
+                yield from reader.execute("SELECT idx, root FROM samples WHERE state = 'committed' ORDER BY idx")
+            finally:
+                reader.close()
+
+    async def requeue(self, indices: Sequence[int] | None) -> int:
+        """Frees quarantined samples (all of them for None), forgiving their failures; returns how many."""
+        return await self._do(self._requeue, indices)
+
+    def _requeue(self, indices: Sequence[int] | None) -> int:
+        update = (
+            "UPDATE samples SET state = 'pending', failures = 0, reason = NULL, evidence = NULL WHERE state = 'quarantined'"
+        )
+        with self._transaction() as db:
+            if indices is None:
+                freed = db.execute(update).rowcount
+            else:
+                freed = sum(db.execute(f"{update} AND idx = ?", (idx,)).rowcount for idx in indices)
+        self._move(pending=freed, quarantined=-freed)
+        return freed
+
+    async def close(self) -> None:
+        """Ends the writer thread and closes the file."""
+        await self._do(self._connection.close)
+        self._thread.shutdown()
+
+    # --- plumbing
+
+    async def _do(self, work: Callable[..., T], *args: object) -> T:
+        # Shielded: a transaction that has begun finishes, and its caller may not be told otherwise by a cancellation.
+        with translated(self._path):
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, *args))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+        with self._transaction() as db:
+            db.execute(statement, values)
+
+    def _meta(self, key: str) -> str:
+        return str(self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+
+    def _move(self, **changes: int) -> None:
+        fields = {name: getattr(self._counts, name) + change for name, change in changes.items()}
+        self._counts = Counts(**{**_as_dict(self._counts), **fields})
+
+
+def _as_dict(counts: Counts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in Counts.__slots__}

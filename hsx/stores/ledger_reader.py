@@ -1,0 +1,149 @@
+"""Read-only views of a ledger, for commands and status; safe beside a running job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from hsx.errors import RunError
+from hsx.ports import BadRow, CommittedRow, Counts
+from hsx.stores.ledger_schema import connect, count, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedRow:
+    """One quarantined sample: its last marker, the reason (an invariant's name or an error kind) and the evidence."""
+
+    index: int
+    tokens: int
+    marker: str
+    epoch: str
+    reason: str
+    evidence: str
+    attempts: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """The ledger's whole entry of one sample; fields of a commit are None until there is one."""
+
+    index: int
+    tokens: int
+    state: str
+    attempts: int
+    failures: int
+    marker: str | None
+    epoch: str | None
+    sequence: int | None
+    root: str | None
+    nbytes: int | None
+    crc32c: int | None
+    timings: dict[str, float]
+    adopted: bool
+    committed_at: float | None
+    reason: str | None
+    evidence: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRow:
+    """One life of a server: when it began and ended (Unix seconds), and why it ended."""
+
+    epoch: str
+    began: float
+    ended: float | None
+    reason: str | None
+    evidence: str | None
+
+
+class LedgerReader:
+    """Reads a ledger. Iterators stream, so memory does not grow with the job.
+
+    Args:
+        path: the ledger file.
+
+    Raises:
+        RunError: kind `ledger_failed`, from here and from every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection = connect(path, read_only=True)
+        with translated(path):
+            meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+        self.run: str = meta["run"]
+        self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._connection.close()
+
+    def counts(self) -> Counts:
+        """The job's totals."""
+        with translated(self._path):
+            return count(self._connection)
+
+    def sample(self, index: int) -> SampleRow:
+        """One sample's entry. Raises RunError `sample_unknown`."""
+        query = (
+            "SELECT idx, tokens, state, attempts, failures, marker, epoch, sequence, root, nbytes, crc32c, timings, adopted, "
+            "committed_at, reason, evidence FROM samples WHERE idx = ?"
+        )
+        with translated(self._path):
+            row: Any = self._connection.execute(query, (index,)).fetchone()
+        if row is None:
+            raise RunError("sample_unknown", f"ledger {self._path} has no sample {index}")
+        fields = list(row)
+        fields[11] = json.loads(fields[11] or "{}")
+        fields[12] = bool(fields[12])
+        return SampleRow(*fields)
+
+    def committed(self) -> Iterator[CommittedRow]:
+        """Every committed sample, in index order."""
+        query = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed' ORDER BY idx"
+        with translated(self._path):
+            for row in self._connection.execute(query):
+                yield CommittedRow(*row)
+
+    def quarantined(self) -> Iterator[QuarantinedRow]:
+        """Every quarantined sample, in index order."""
+        query = (
+            "SELECT idx, tokens, ifnull(marker, ''), ifnull(epoch, ''), ifnull(reason, ''), ifnull(evidence, ''), attempts, "
+            "failures FROM samples WHERE state = 'quarantined' ORDER BY idx"
+        )
+        with translated(self._path):
+            for row in self._connection.execute(query):
+                yield QuarantinedRow(*row)
+
+    def rejected(self) -> Iterator[BadRow]:
+        """Every dataset row that was rejected, in line order."""
+        with translated(self._path):
+            for row in self._connection.execute("SELECT line, sample_id, reason, message FROM rejected ORDER BY line"):
+                yield BadRow(*row)
+
+    def epochs(self) -> list[EpochRow]:
+        """The lives of the server, oldest first."""
+        with translated(self._path):
+            rows = self._connection.execute("SELECT epoch, began, ended, reason, evidence FROM epochs ORDER BY began")
+            return [EpochRow(*row) for row in rows]
+
+    def failures_by_reason(self) -> dict[str, int]:
+        """How many attempts failed, by invariant or error kind."""
+        with translated(self._path):
+            return dict(self._connection.execute("SELECT reason, count(*) FROM failures GROUP BY reason ORDER BY reason"))
+
+    def tokens_per_second(self) -> float | None:
+        """Prefill rate so far: committed tokens over the time between the first and the last commit; None with too few."""
+        query = "SELECT sum(tokens), max(committed_at) - min(committed_at), count(*) FROM samples WHERE state = 'committed'"
+        with translated(self._path):
+            tokens, seconds, samples = self._connection.execute(query).fetchone()
+        return tokens / seconds if samples > 1 and seconds else None
