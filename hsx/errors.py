@@ -27,6 +27,7 @@ KINDS: Final[dict[str, str]] = {
     # one sample
     "violation": "an invariant on this sample does not hold",
     "request_refused": "the server refused the request (HTTP 4xx)",
+    "request_duplicate": "the server still works on a request under the same marker",
     "request_failed": "the request failed in transport or with HTTP 5xx",
     "request_timeout": "the server did not answer within the request's budget",
     "dump_invalid": "a dump file is torn, has a bad header or another format version",
@@ -46,6 +47,7 @@ KINDS: Final[dict[str, str]] = {
     "staging_failed": "the dump directory is missing or cannot be written",
     "restart_budget": "the server needed more restarts than the budget allows",
     "store_invalid": "the store is not an hsx store, or a shard cannot be decoded",
+    "store_unwritable": "the folder of the store cannot be created or written",
     "sample_unknown": "the store or ledger has no such sample",
     "store_damaged": "verification found shards that are missing, torn or wrong",
     "incomplete": "the job ended with samples that are neither committed nor allowed to be quarantined",

@@ -1,0 +1,121 @@
+"""Where the bytes of a sample lie in its shard: pure arithmetic.
+
+A shard is one file of a Zarr v3 array with the codec `sharding_indexed`: the states of one sample, cut into inner chunks of
+`chunk_tokens` tokens, with an index at the end. hsx writes it as
+
+    block 0 | block 1 | ... | zeros | index
+
+where a block is the chunk's payload, its crc32c, and zeros up to a multiple of `PAGE`, so that every payload begins on a
+page (O_DIRECT) and the file's size is a multiple of it too. The index has an (offset, nbytes) pair of little-endian uint64
+for each inner chunk of the shard, `MISSING` twice for those beyond the sample's tokens, and then its own crc32c.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from hsx.core.spec import BF16_BYTES
+
+PAGE: Final = 4096
+CHUNK_TOKENS: Final = 64
+CRC_BYTES: Final = 4
+ENTRY_BYTES: Final = 16
+MISSING: Final = 2**64 - 1
+NAN_BITS: Final = 0x7FC0
+"""bf16 bits of the fill value, a quiet NaN; it fills the last inner chunk after the sample's last token."""
+_KEY = re.compile(r"c\.(0|[1-9][0-9]*)\.0\.0\.0")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def shard_key(index: int) -> str:
+    """File name of sample `index`'s shard: the array's chunk key with separator "."."""
+    return f"c.{index}.0.0.0"
+
+
+def index_of_key(name: str) -> int | None:
+    """The sample whose shard is named `name`; None where `name` is no shard's."""
+    match = _KEY.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLayout:
+    """The shape of a store's `hidden_states`.
+
+    Attributes:
+        samples: number of samples, the array's first dimension.
+        max_tokens: tokens of the longest sample, the second.
+        states: L, vectors per token, the third.
+        hidden_size: H, the fourth.
+        chunk_tokens: tokens of an inner chunk.
+    """
+
+    samples: int
+    max_tokens: int
+    states: int
+    hidden_size: int
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_tokens", "states", "hidden_size", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the array: [samples, max_tokens, L, H]."""
+        return (self.samples, self.max_tokens, self.states, self.hidden_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a shard: [1, max_tokens rounded up to whole inner chunks, L, H]."""
+        return (1, round_up(self.max_tokens, self.chunk_tokens), self.states, self.hidden_size)
+
+    @property
+    def chunk_shape(self) -> tuple[int, int, int, int]:
+        """Shape of an inner chunk: [1, chunk_tokens, L, H]."""
+        return (1, self.chunk_tokens, self.states, self.hidden_size)
+
+    @property
+    def shard_chunks(self) -> int:
+        """Inner chunks of a shard, and entries of its index."""
+        return self.shard_shape[1] // self.chunk_tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """Payload bytes of one token."""
+        return self.states * self.hidden_size * BF16_BYTES
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload bytes of an inner chunk, without its crc32c."""
+        return self.chunk_tokens * self.token_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes from the beginning of one inner chunk to that of the next."""
+        return round_up(self.chunk_bytes + CRC_BYTES, PAGE)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index with its crc32c; they are the last of the file."""
+        return self.shard_chunks * ENTRY_BYTES + CRC_BYTES
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raises ValueError unless a sample of `tokens` fits a shard."""
+        if not 1 <= tokens <= self.max_tokens:
+            raise ValueError(f"sample has {tokens} tokens; expected 1 to {self.max_tokens}")
+
+    def chunks(self, tokens: int) -> int:
+        """Inner chunks that a sample of `tokens` fills, the last one perhaps partly."""
+        return -(-tokens // self.chunk_tokens)
+
+    def file_bytes(self, tokens: int) -> int:
+        """Size of the shard file of a sample of `tokens`."""
+        return self.chunks(tokens) * self.block_bytes + round_up(self.index_bytes, PAGE)
