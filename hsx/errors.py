@@ -45,6 +45,7 @@ KINDS: Final[dict[str, str]] = {
     "root_unusable": "a root is missing, is not the root it was, or cannot be written",
     "roots_full": "no root has room for the next shard",
     "staging_failed": "the dump directory is missing or cannot be written",
+    "status_failed": "the status endpoint cannot listen on its address",
     "restart_budget": "the server needed more restarts than the budget allows",
     "store_invalid": "the store is not an hsx store, or a shard cannot be decoded",
     "store_unwritable": "the folder of the store cannot be created or written",
