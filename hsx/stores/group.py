@@ -1,0 +1,217 @@
+"""The store's Zarr group: what it says of itself, and how it is created and opened.
+
+`<store>/zarr.json` carries the attribute `hsx` (`StoreInfo`); beside it lie the token arrays (`tokens.py`), the union view
+`hidden_states` (`view.py`) and, once the server has reported it, `final_norm_weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hsx.core.layout import CRC_BYTES, StoreLayout
+from hsx.core.spec import FINAL_STATES, CaptureSpec
+from hsx.errors import RunError
+from hsx.stores import metadata
+from hsx.stores.checksum import crc32c
+from hsx.stores.durable import make_folder, store_error, write_file, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+FORMAT: Final = "hsx-store-1"
+FINAL_NORM: Final = "final_norm_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """What a store says of itself.
+
+    Attributes:
+        path: the group's folder.
+        store_id: uuid4; also the name of the store's folder on each root.
+        layout: shape and cut of `hidden_states`.
+        spec: the layers and the final state.
+        model: facts of the model as JSON values, such as name, revision, layers, vocab_size.
+        roots: name and path of each root, in the order in which they were added.
+    """
+
+    path: Path
+    store_id: str
+    layout: StoreLayout
+    spec: CaptureSpec
+    model: Mapping[str, Any]
+    roots: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The group's attributes."""
+        return {
+            "hsx": {
+                "format": FORMAT,
+                "store_id": self.store_id,
+                "samples": self.layout.samples,
+                "max_tokens": self.layout.max_tokens,
+                "chunk_tokens": self.layout.chunk_tokens,
+                "states": list(self.spec.names),
+                "layers": list(self.spec.layers),
+                "final": self.spec.final,
+                "hidden_size": self.layout.hidden_size,
+                "model": dict(self.model),
+                "roots": [{"name": name, "path": str(path)} for name, path in self.roots.items()],
+            }
+        }
+
+    def folder(self, root: str) -> Path:
+        """Where the shards of `root` lie. Raises RunError `store_invalid` for a root that the store does not know."""
+        if root not in self.roots:
+            raise RunError("store_invalid", f"store {self.path} has no root {root!r}; it has {', '.join(self.roots) or 'none'}")
+        return self.roots[root] / self.store_id
+
+
+def create_store(path: str | PathLike[str], layout: StoreLayout, spec: CaptureSpec, model: Mapping[str, Any]) -> StoreInfo:
+    """Creates the group and its empty `hidden_states`, or returns the one that is there if it has the same shape.
+
+    The group's own metadata is written last: a store whose creation was cut short is created again. Token arrays already in the
+    folder are left alone.
+
+    Raises:
+        RunError: `job_changed` where a store of another shape or spec is there, `store_unwritable`.
+        ValueError: the layout and the spec disagree on the number of states.
+    """
+    if layout.states != spec.states:
+        raise ValueError(f"layout has {layout.states} states; the capture spec has {spec.states}")
+    path = Path(path).absolute()
+    document: dict[str, Any] = {}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        document = _read(path)
+    if "hsx" in document:
+        found = open_store(path)
+        if (found.layout, found.spec) != (layout, spec):
+            raise RunError(
+                "job_changed", f"store {path} holds {_words(found.layout, found.spec)}; the job asks for {_words(layout, spec)}"
+            )
+        return found
+    info = StoreInfo(path, str(uuid.uuid4()), layout, spec, model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
+        make_folder(path / metadata.HIDDEN_STATES)
+        write_json(path / metadata.HIDDEN_STATES / metadata.METADATA, metadata.hidden_states(layout, array_attributes(info)))
+        write_json(path / metadata.METADATA, metadata.group(document | info.attributes))
+    except OSError as error:
+        raise store_error(error, path) from error
+    return info
+
+
+def open_store(path: str | PathLike[str]) -> StoreInfo:
+    """Reads what the store at `path` says of itself. Raises RunError `store_invalid`."""
+    path = Path(path).absolute()
+    try:
+        attributes = _read(path)
+    except OSError as error:
+        raise RunError("store_invalid", f"{path} is not an hsx store: {metadata.METADATA}: {error.strerror}") from error
+    found = attributes.get("hsx")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        given = found.get("format") if isinstance(found, dict) else None
+        raise RunError("store_invalid", f"{path} is not an hsx store: format is {given!r}; expected {FORMAT!r}")
+    try:
+        if found["final"] not in FINAL_STATES:
+            raise ValueError(f"final is {found['final']!r}")
+        spec = CaptureSpec(tuple(int(k) for k in found["layers"]), "post_norm" if found["final"] == "post_norm" else "pre_norm")
+        numbers = {name: int(found[name]) for name in ("samples", "max_tokens", "hidden_size", "chunk_tokens")}
+        return StoreInfo(
+            path=path,
+            store_id=str(uuid.UUID(found["store_id"])),
+            layout=StoreLayout(states=spec.states, **numbers),
+            spec=spec,
+            model=dict(found["model"]),
+            roots={root["name"]: Path(root["path"]) for root in found["roots"]},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError("store_invalid", f"{path} is not an hsx store: {type(error).__name__}: {error}") from error
+
+
+def record_roots(info: StoreInfo, roots: Mapping[str, Path]) -> StoreInfo:
+    """Adds roots, or gives known ones another path, in the group's attributes. Raises RunError `store_unwritable`."""
+    changed = replace(info, roots={**info.roots, **roots})
+    if changed.roots != info.roots:
+        try:
+            write_json(info.path / metadata.METADATA, metadata.group(_read(info.path) | changed.attributes))
+        except OSError as error:
+            raise store_error(error, info.path) from error
+    return changed
+
+
+def record_final_norm(path: str | PathLike[str], weight: NDArray[np.float32], eps: float) -> None:
+    """Keeps the final norm of the model, so that `pre_norm` states can be turned into `post_norm` ones at export.
+
+    Args:
+        path: the store.
+        weight: float32 [H], as the server reported it at its boot; recorded once.
+        eps: epsilon of the norm.
+
+    Raises:
+        RunError: `job_changed` where another norm was recorded before (the model's weights changed), `store_unwritable`.
+        ValueError: `weight` is not float32 [H].
+    """
+    info = open_store(path)
+    if weight.dtype != np.float32 or weight.shape != (info.layout.hidden_size,):
+        raise ValueError(f"final norm is {weight.dtype} {weight.shape}; expected float32 ({info.layout.hidden_size},)")
+    before = read_final_norm(info.path)
+    if before is not None:
+        if not np.array_equal(before[0], weight) or before[1] != eps:
+            raise RunError("job_changed", f"final norm (eps {eps}) differs from that of store {info.path} (eps {before[1]})")
+        return
+    folder = info.path / FINAL_NORM
+    data = np.frombuffer(weight.astype("<f4").tobytes(), np.uint8)
+    try:
+        make_folder(folder)
+        write_file(folder / "c.0", data.tobytes() + crc32c(data).to_bytes(CRC_BYTES, "little"))
+        write_json(folder / metadata.METADATA, metadata.vector(weight.size, "float32", {"eps": eps}))
+    except OSError as error:
+        raise store_error(error, folder) from error
+
+
+def read_final_norm(path: str | PathLike[str]) -> tuple[NDArray[np.float32], float] | None:
+    """The recorded final norm: weight float32 [H] and eps; None where there is none yet. Raises RunError `store_invalid`."""
+    folder = Path(path) / FINAL_NORM
+    try:
+        eps = float(_read(folder)["eps"])
+        raw = np.fromfile(folder / "c.0", np.uint8)
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RunError("store_invalid", f"{folder} cannot be read: {error}") from error
+    if raw.size <= CRC_BYTES or raw.size % 4 or crc32c(raw[:-CRC_BYTES]) != int(raw[-CRC_BYTES:].view("<u4")[0]):
+        raise RunError("store_invalid", f"{folder} does not match its crc32c")
+    return raw[:-CRC_BYTES].view("<f4"), eps
+
+
+def array_attributes(info: StoreInfo) -> dict[str, Any]:
+    """Attributes of a `hidden_states` array, so that it explains itself when it is opened alone."""
+    return {"hsx": {"format": FORMAT, "store_id": info.store_id, "states": list(info.spec.names)}}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The attributes of the Zarr node at `path`."""
+    try:
+        attributes = json.loads((path / metadata.METADATA).read_bytes()).get("attributes", {})
+    except (ValueError, AttributeError) as error:
+        raise RunError("store_invalid", f"{path / metadata.METADATA} is not Zarr metadata: {error}") from error
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _words(layout: StoreLayout, spec: CaptureSpec) -> str:
+    return (
+        f"{layout.samples} samples of at most {layout.max_tokens} tokens, {', '.join(spec.names)}, width {layout.hidden_size}"
+    )

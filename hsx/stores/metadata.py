@@ -1,0 +1,72 @@
+"""The Zarr v3 metadata documents that hsx writes, as plain dictionaries.
+
+Written by hand, not through zarr-python, so that they are durable, the same under every version of zarr, and there without
+importing it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from hsx.core.layout import NAN_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hsx.core.layout import StoreLayout
+
+METADATA: Final = "zarr.json"
+HIDDEN_STATES: Final = "hidden_states"
+DIMENSIONS: Final = ("sample", "token", "state", "channel")
+_PLAIN: Final = ({"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"})
+
+Document = dict[str, Any]
+
+
+def group(attributes: Mapping[str, Any]) -> Document:
+    """A group's document."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+
+
+def hidden_states(layout: StoreLayout, attributes: Mapping[str, Any]) -> Document:
+    """The document of a `hidden_states` array, the group's and each root's: bfloat16, one shard per sample."""
+    sharding = {
+        "chunk_shape": list(layout.chunk_shape),
+        "codecs": list(_PLAIN),
+        "index_codecs": list(_PLAIN),
+        "index_location": "end",
+    }
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(layout.shape),
+        "data_type": "bfloat16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(layout.shard_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": "NaN",
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "dimension_names": list(DIMENSIONS),
+        "attributes": dict(attributes),
+        "storage_transformers": [],
+    }
+
+
+def vector(length: int, data_type: str, attributes: Mapping[str, Any]) -> Document:
+    """The document of a small 1-D array in one chunk, `c.0`, with a crc32c."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [length],
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": list(_PLAIN),
+        "attributes": dict(attributes),
+        "storage_transformers": [],
+    }
+
+
+def as_uint16(document: Mapping[str, Any]) -> Document:
+    """The same array's document for a reader that does not know bfloat16: uint16, whose values are the bits."""
+    return {**document, "data_type": "uint16", "fill_value": NAN_BITS}

@@ -1,0 +1,151 @@
+"""Roots: the disks that take shards.
+
+`<root path>/<store_id>/` is an ordinary Zarr array holding the shards that lie on this root, with `hsx-root.json`, which says
+whose it is. That file is what tells the right disk from the empty mount point of one that is not mounted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hsx.errors import RunError
+from hsx.stores import metadata
+from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
+from hsx.stores.group import StoreInfo, array_attributes, record_roots
+from hsx.stores.shard import PARTIAL, ShardWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.core.layout import StoreLayout
+    from hsx.core.marker import Marker
+    from hsx.ports import Receipt
+
+IDENTITY: Final = "hsx-root.json"
+
+
+class ShardRoot:
+    """One root of one store; implements the port `Root`. Made by `attach_roots`.
+
+    Args:
+        name: its name in config and ledger.
+        folder: `<root path>/<store_id>`.
+        layout: the store's shape.
+        direct: use O_DIRECT where the file system has it.
+    """
+
+    def __init__(self, name: str, folder: Path, layout: StoreLayout, *, direct: bool = True) -> None:
+        self._name = name
+        self._folder = folder
+        self._writer = ShardWriter(folder, name, layout, direct=direct)
+
+    @property
+    def name(self) -> str:
+        """Its name in config and ledger."""
+        return self._name
+
+    @property
+    def folder(self) -> Path:
+        """Where its shards lie."""
+        return self._folder
+
+    @property
+    def direct(self) -> bool:
+        """Whether its file system has taken O_DIRECT so far."""
+        return self._writer.direct
+
+    def free(self) -> int:
+        """Free bytes for an unprivileged user on its file system. Raises RunError `root_unusable`."""
+        try:
+            stat = os.statvfs(self._folder)
+        except OSError as error:
+            raise root_error(error, self._name, self._folder) from error
+        return stat.f_bavail * stat.f_frsize
+
+    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
+        """Writes the shard of sample `index`; see `hsx.stores.shard.ShardWriter.write`."""
+        return self._writer.write(index, str(marker), states)
+
+    def sync(self) -> None:
+        """Makes the names written so far durable. Raises RunError `root_unusable`; not to be tried again."""
+        try:
+            sync_folder(self._folder)
+        except OSError as error:
+            raise RunError("root_unusable", root_error(error, self._name, self._folder).message) from error
+
+    def sweep(self) -> int:
+        """Removes the `.partial` files that a killed writer left; returns how many. Raises RunError `root_unusable`.
+
+        Only for the start: it takes those of a running writer too.
+        """
+        removed = 0
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(PARTIAL):
+                        Path(entry.path).unlink()
+                        removed += 1
+        except OSError as error:
+            raise root_error(error, self._name, self._folder) from error
+        return removed
+
+
+def attach_roots(info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True) -> tuple[StoreInfo, list[ShardRoot]]:
+    """Makes roots ready to take shards of a store, and records them in it.
+
+    A root that the store knows must show the store's identity, wherever it is mounted now; a new one gets it. `roots` maps
+    names to existing folders.
+
+    Returns:
+        The store's info with these roots, and the roots in the order given.
+
+    Raises:
+        RunError: `root_unusable` where a root is missing, cannot be written, or is not the root it was; `store_unwritable`.
+    """
+    for name, path in roots.items():
+        folder = path.absolute() / info.store_id
+        try:
+            if name not in info.roots:
+                _lay_out(info, name, path.absolute())
+            _identify(info, name, folder)
+        except OSError as error:
+            raise root_error(error, name, folder) from error
+    changed = record_roots(info, {name: path.absolute() for name, path in roots.items()})
+    return changed, [ShardRoot(name, changed.folder(name), info.layout, direct=direct) for name in roots]
+
+
+def _lay_out(info: StoreInfo, name: str, path: Path) -> None:
+    """Lays out a new root. One that was laid out and not recorded, for a crash in between, is taken as it is."""
+    if not path.is_dir():
+        raise RunError("root_unusable", f"root {name}: {path} is not a folder; create it, or mount the disk")
+    folder = path / info.store_id
+    if (folder / IDENTITY).exists():
+        return
+    make_folder(folder)
+    write_json(folder / metadata.METADATA, metadata.hidden_states(info.layout, array_attributes(info)))
+    write_json(folder / IDENTITY, {"format": 1, "store_id": info.store_id, "name": name})
+
+
+def _identify(info: StoreInfo, name: str, folder: Path) -> None:
+    try:
+        found = json.loads((folder / IDENTITY).read_bytes())
+        identity = (found["store_id"], found["name"])
+    except FileNotFoundError:
+        raise RunError(
+            "root_unusable",
+            f"root {name}: {folder.parent} is not the root it was: no {IDENTITY} of store {info.store_id} in it",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError("root_unusable", f"root {name}: {folder / IDENTITY} cannot be read: {error}") from error
+    if identity != (info.store_id, name):
+        raise RunError(
+            "root_unusable",
+            f"root {name}: {folder.parent} is not the root it was: it is root {identity[1]!r} of store {identity[0]}; "
+            f"expected root {name!r} of store {info.store_id}",
+        )
