@@ -1,0 +1,280 @@
+"""Cross-checks of a job file: what is wrong between its settings, with the machine and with the model.
+
+Nothing is created or changed. An error means that a run would fail or store something else than was meant; a warning, that
+it would be slow, fragile or surprising.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from hsx.core.dump import ALIGNMENT, ID_BYTES
+from hsx.core.spec import CaptureSpec, ModelShape, bytes_per_token
+from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hsx.config_load import LoadedConfig
+
+Level = Literal["error", "warning"]
+
+SERVER_MARGIN: Final = 8
+"""Tokens of its context that SGLang keeps from the prompt, at most; the exact limit is asked of the server at boot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check found.
+
+    Attributes:
+        level: `error` or `warning`.
+        key: the key of the job file to change.
+        message: what was found, and what was expected.
+    """
+
+    level: Level
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.key}: {self.message}"
+
+
+def check(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None, disks: Disks | None = None) -> list[Finding]:
+    """All findings, errors first.
+
+    Args:
+        loaded: the job file.
+        shape: the model's, where its config could be read.
+        longest: tokens of the longest sample, where the dataset has been indexed.
+        disks: the mounted file systems; default: this machine's.
+    """
+    places = _Places(loaded, disks or Disks())
+    findings = [
+        *_capture(loaded, shape),
+        *_lengths(loaded, shape),
+        *_staging(loaded, shape, longest, places),
+        *_roots(loaded, places),
+        *_overlaps(loaded),
+        *_inputs(loaded),
+        *_writable(places),
+        *_state_dir(loaded, places),
+        *_engine(loaded),
+        *_status(loaded),
+        *_watchdog(loaded),
+    ]
+    return sorted(findings, key=lambda finding: finding.level != "error")
+
+
+def spec_of(loaded: LoadedConfig) -> CaptureSpec:
+    """The capture spec that the job file asks for."""
+    return CaptureSpec(tuple(loaded.config.capture.layers), loaded.config.capture.final)
+
+
+def longest_prompt(loaded: LoadedConfig, shape: ModelShape | None) -> int | None:
+    """Tokens of the longest sample that the job allows: `dataset.max_tokens`, else what the model's context leaves."""
+    allowed = loaded.config.dataset.max_tokens
+    return shape.context_length - SERVER_MARGIN if allowed is None and shape is not None else allowed
+
+
+class _Places:
+    """Looks at each folder of the job once; one that cannot be looked at is left out, `_inputs` and `_writable` tell."""
+
+    def __init__(self, loaded: LoadedConfig, disks: Disks) -> None:
+        self.failures: list[Finding] = []
+        self.by_key: dict[str, tuple[Path, Place]] = {}
+        wanted = [("job.store", loaded.store), ("job.state_dir", loaded.state_dir), ("staging.dump_dir", loaded.dump_dir)]
+        wanted += [(f"roots[{number}].path", root.path) for number, root in enumerate(loaded.roots)]
+        for key, path in wanted:
+            try:
+                self.by_key[key] = (path, disks.place(path))
+            except OSError as error:
+                self.failures.append(Finding("error", key, f"{path} cannot be looked at: {error.strerror or error}"))
+
+
+def _capture(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:
+    spec = spec_of(loaded)
+    # Without the model, only what holds for any: a model deeper than the highest layer asked for.
+    layers = shape.layers if shape else max((*spec.layers, 1)) + 1
+    for problem in spec.problems(layers):
+        yield Finding("error", "capture.layers", problem)
+
+
+def _lengths(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:
+    allowed = loaded.config.dataset.max_tokens
+    if allowed is None or shape is None:
+        return
+    room = shape.context_length - SERVER_MARGIN
+    if allowed > shape.context_length:
+        yield Finding(
+            "error",
+            "dataset.max_tokens",
+            f"is {allowed}; expected at most {room} for a context of {shape.context_length}",
+        )
+    elif allowed > room:
+        yield Finding(
+            "warning",
+            "dataset.max_tokens",
+            f"is {allowed}; the server keeps up to {SERVER_MARGIN} of the model's {shape.context_length} positions for itself "
+            f"and may refuse samples longer than {room}",
+        )
+
+
+def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None, places: _Places) -> Iterator[Finding]:
+    budget, text = loaded.staging_bytes, loaded.config.staging.max_bytes
+    tokens = longest if longest is not None else longest_prompt(loaded, shape)
+    if tokens is not None and shape is not None:
+        size = ALIGNMENT + tokens * (bytes_per_token(spec_of(loaded), shape.hidden_size) + ID_BYTES)
+        if size > budget:
+            yield Finding(
+                "error",
+                "staging.max_bytes",
+                f"is {text} ({budget} bytes); expected at least {size}, the dump of a sample of {tokens} tokens",
+            )
+    if tokens is not None and loaded.config.pipeline.max_tokens_in_flight < tokens:
+        yield Finding(
+            "warning",
+            "pipeline.max_tokens_in_flight",
+            f"is {loaded.config.pipeline.max_tokens_in_flight}; a sample of {tokens} tokens will run alone",
+        )
+    if "staging.dump_dir" in places.by_key:
+        path, place = places.by_key["staging.dump_dir"]
+        if place.kind and place.kind not in MEMORY_KINDS:
+            yield Finding(
+                "warning",
+                "staging.dump_dir",
+                f"{path} is on {place.kind}; expected a tmpfs: every dump would go to a disk twice",
+            )
+        if place.total < budget:
+            yield Finding(
+                "warning",
+                "staging.max_bytes",
+                f"is {text} ({budget} bytes); the file system of staging.dump_dir has {place.total} bytes",
+            )
+
+
+def _roots(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:
+    names = [root.name for root in loaded.roots]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Finding("error", "roots", f"{names.count(name)} roots are named {name!r}; expected names to differ")
+    devices: dict[int, list[str]] = {}
+    for number, root in enumerate(loaded.roots):
+        _, place = places.by_key.get(f"roots[{number}].path", (None, None))
+        if place is None:
+            continue
+        devices.setdefault(place.device, []).append(f"{root.name} ({root.path})")
+        if root.reserve >= place.total:
+            yield Finding(
+                "error", f"roots[{number}].reserve", f"is {root.reserve} bytes; the whole file system has {place.total}"
+            )
+        if place.kind in MEMORY_KINDS:
+            yield Finding("warning", f"roots[{number}].path", f"{root.path} is on {place.kind}: it is lost at a reboot")
+    for shared in devices.values():
+        if len(shared) > 1:
+            yield Finding(
+                "warning",
+                "roots",
+                f"{', '.join(shared)} are on one device; expected one root per disk: they share its speed and its space",
+            )
+
+
+def _overlaps(loaded: LoadedConfig) -> Iterator[Finding]:
+    named = [("job.store", loaded.store), ("staging.dump_dir", loaded.dump_dir)]
+    named += [(f"roots[{number}].path", root.path) for number, root in enumerate(loaded.roots)]
+    for (key, path), (other_key, other) in combinations(named, 2):
+        # Links are followed here: two names of one folder are one folder.
+        a, b = path.resolve(), other.resolve()
+        if a == b:
+            yield Finding("error", key, f"{path} is also {other_key}; expected folders of their own")
+        elif a.is_relative_to(b) or b.is_relative_to(a):
+            inner, outer = ((key, path), other_key) if a.is_relative_to(b) else ((other_key, other), key)
+            yield Finding("error", inner[0], f"{inner[1]} is inside {outer}; expected folders beside each other")
+    if loaded.state_dir.resolve().is_relative_to(loaded.store.resolve()):
+        yield Finding("error", "job.state_dir", f"{loaded.state_dir} is inside job.store; expected it outside")
+
+
+def _inputs(loaded: LoadedConfig) -> Iterator[Finding]:
+    if not loaded.dataset.exists():
+        yield Finding("error", "dataset.path", f"{loaded.dataset} does not exist")
+    if not (loaded.model / "config.json").is_file():
+        yield Finding("error", "model.path", f"{loaded.model} has no config.json; expected the folder of a model")
+    if loaded.chat_template is not None and not loaded.chat_template.is_file():
+        yield Finding("error", "dataset.chat_template", f"{loaded.chat_template} is not a file")
+
+
+def _writable(places: _Places) -> Iterator[Finding]:
+    yield from places.failures
+    for key, (path, place) in places.by_key.items():
+        if place.obstacle:
+            yield Finding("error", key, f"{path} cannot be written: {place.obstacle}")
+
+
+def _state_dir(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:
+    _, place = places.by_key.get("job.state_dir", (None, None))
+    if place is None:
+        return
+    if place.kind in NETWORK_KINDS:
+        yield Finding(
+            "warning",
+            "job.state_dir",
+            f"{loaded.state_dir} is on {place.kind}; expected a local file system: the ledger's locks may not hold there",
+        )
+    elif place.kind in MEMORY_KINDS:
+        yield Finding(
+            "warning", "job.state_dir", f"{loaded.state_dir} is on {place.kind}: a reboot loses the ledger, and with it the job"
+        )
+
+
+def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
+    engine = loaded.config.engine
+    if engine.ownership == "external":
+        given = [key for key in ("args", "env", "python") if getattr(engine, key)]
+        for key in given:
+            yield Finding("warning", f"engine.{key}", "is not used: engine.ownership is 'external', so hsx starts no server")
+        return
+    if engine.python:
+        found = shutil.which(engine.python)
+        if found is None:
+            missing = "is not executable" if Path(engine.python).exists() else "does not exist"
+            yield Finding("error", "engine.python", f"{engine.python} {missing}; expected the server environment's Python")
+    if engine.kind == "sglang":
+        yield from _server_args(loaded)
+
+
+def _server_args(loaded: LoadedConfig) -> Iterator[Finding]:
+    yield from ()
+
+
+def _status(loaded: LoadedConfig) -> Iterator[Finding]:
+    status, engine = loaded.config.status, loaded.config.engine
+    if not status.enabled:
+        return
+    if not _is_loopback(status.host):
+        yield Finding("warning", "status.host", f"is {status.host}, not loopback: whoever reaches it can read the status")
+    if status.port == engine.port and status.host == engine.host:
+        yield Finding("error", "status.port", f"is {status.port}, as is engine.port on the same host; expected another one")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _watchdog(loaded: LoadedConfig) -> Iterator[Finding]:
+    watchdog = loaded.config.watchdog
+    if watchdog.backoff_first_s > watchdog.backoff_longest_s:
+        yield Finding(
+            "error",
+            "watchdog.backoff_first_s",
+            f"is {watchdog.backoff_first_s}; expected at most watchdog.backoff_longest_s, {watchdog.backoff_longest_s}",
+        )
