@@ -1,7 +1,8 @@
 """The Zarr data type `bfloat16`: uint16 bits in numpy, the registered extension name in the metadata.
 
 numpy has no bfloat16, so an array of this type reads and writes as uint16 and `.view(torch.bfloat16)` gives its meaning.
-Registered through the entry-point group `zarr.data_type`; fits zarr 3.1 to 3.4.
+Fits zarr 3.1 to 3.4. Registered when this module is imported, which zarr does by itself where hsx is installed: zarr 3.4
+through the entry-point group `zarr.data_type`, zarr 3.1, which lists that group but never loads it, through `zarr.buffer`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self, SupportsFloat,
 import numpy as np
 import zarr.core.dtype.common as _common
 import zarr.errors
+from zarr.core.buffer.cpu import Buffer
+from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zarr.core.dtype.common import DTypeJSON
+
+__all__ = ["NAME", "BFloat16", "Buffer", "DataTypeValidationError"]
 
 NAME: Final = "bfloat16"
 
@@ -128,3 +133,6 @@ def _bits(value: float) -> np.uint16:
     with np.errstate(over="ignore"):
         bits = int(np.float32(value).view(np.uint32))
     return np.uint16(min((bits & 0x7FFFFFFF) + 0x7FFF + (bits >> 16 & 1), 0x7F80FFFF) >> 16 | bits >> 16 & 0x8000)
+
+
+data_type_registry.register(NAME, BFloat16)
