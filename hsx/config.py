@@ -39,6 +39,7 @@ class Job(Section, frozen=True, kw_only=True):
     """What the job is called and where its result and its state lie."""
 
     name: Name
+    """Name of the job in logs, status and metrics."""
     store: str
     """Path of the Zarr group that is made."""
     state_dir: str = ""
@@ -51,6 +52,7 @@ class Model(Section, frozen=True, kw_only=True):
     path: str
     """Local folder with `config.json` (and the tokenizer, for chat datasets); also what a spawned server is given."""
     revision: str = ""
+    """Revision of the model, recorded in the store."""
 
 
 class Dataset(Section, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class Dataset(Section, frozen=True, kw_only=True):
     max_tokens: Positive | None = None
     """Longest sample allowed; default: the model's context length less 8, what SGLang keeps for itself."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """`refuse`: any bad row ends the job before it starts, with a list of them all; `skip`: they are recorded as rejected."""
     chat_template: str = ""
     """Path of a Jinja chat template that replaces the tokenizer's own."""
 
@@ -73,15 +76,20 @@ class Capture(Section, frozen=True, kw_only=True):
     layers: list[int]
     """The k of each h_k (the residual stream after k layers), strictly rising, from 1 to N-1."""
     final: Literal["post_norm", "pre_norm"] = "post_norm"
+    """`post_norm`: what the output head gets; `pre_norm`: h_N, before the final norm."""
 
 
 class Engine(Section, frozen=True, kw_only=True):
     """The server, and who owns it."""
 
     kind: Literal["sglang", "reference"] = "sglang"
+    """`sglang`, or `reference`: the small server that the tests use."""
     ownership: Literal["spawn", "external"] = "external"
+    """`spawn`: hsx starts and stops the server; `external`: it only attaches to one that `hsx serve` started."""
     host: str = "127.0.0.1"
+    """Address of the server's HTTP port."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 30000
+    """The server's HTTP port."""
     python: str = ""
     """Python interpreter of the server's environment, for `spawn`; default: the one that runs hsx."""
     args: list[str] = []
@@ -91,12 +99,14 @@ class Engine(Section, frozen=True, kw_only=True):
     start_timeout_s: Seconds = 3600.0
     """Longest time from start to the first answer: a large model loads for half an hour."""
     stop_grace_s: Seconds = 30.0
+    """Time that a spawned server gets to end by itself before it is killed."""
 
 
 class Staging(Section, frozen=True, kw_only=True):
     """The dump directory, on a tmpfs."""
 
     dump_dir: str
+    """Folder through which the server hands over dumps; emptied of this job's dumps as they are committed."""
     max_bytes: Size = "16GiB"
     """Bytes that dumps may take at once."""
 
@@ -105,7 +115,9 @@ class Root(Section, frozen=True, kw_only=True):
     """One disk that takes shards."""
 
     name: Name
+    """Name of the root in ledger, store and metrics; the same disk keeps it for the job's whole life."""
     path: str
+    """Folder on the disk; made if it is missing."""
     reserve: Size = "1GiB"
     """Bytes that stay free."""
 
@@ -114,7 +126,9 @@ class Pipeline(Section, frozen=True, kw_only=True):
     """How much is under way at once, and how failures are met."""
 
     concurrency: Positive = 32
+    """Requests at the server at once."""
     max_tokens_in_flight: Positive = 131072
+    """Prompt tokens at the server at once; a longer sample runs alone."""
     start_rate: Annotated[float, Meta(gt=0)] = 200.0
     """Requests started per second at most: smooths the burst after a (re)start."""
     retries: NonNegative = 2
@@ -126,8 +140,9 @@ class Pipeline(Section, frozen=True, kw_only=True):
     request_slack: Annotated[float, Meta(ge=1)] = 4.0
     """A request may take this many times what `watchdog.slowest_tokens_per_s` gives for the tokens in flight."""
     commit_samples: Positive = 64
+    """Most samples in one group commit."""
     commit_seconds: Seconds = 0.25
-    """A group is committed when it has this many samples, or this old a first one."""
+    """A group is committed at the latest when its first sample has waited this long."""
     writer_threads: Positive = 2
     """Writer threads per root."""
 
@@ -136,21 +151,30 @@ class Watchdog(Section, frozen=True, kw_only=True):
     """When the server counts as stalled or as not to be trusted, and how often it may be restarted."""
 
     grace_s: Seconds = 60.0
+    """Silence of the server that is always allowed while requests are in flight."""
     slowest_tokens_per_s: Annotated[float, Meta(gt=0)] = 50.0
+    """Slowest prefill rate that still counts as working; every token in flight extends the deadline by its reciprocal."""
     violations: Positive = 8
     """Token or counter violations within `violation_window_s` that void the epoch."""
     violation_window_s: Seconds = 60.0
+    """Length of the window in which violations are counted."""
     restart_budget: NonNegative = 5
+    """Restarts of the server within `restart_window_s`; one more is needed: the job stops."""
     restart_window_s: Seconds = 3600.0
+    """Length of the window in which restarts are counted."""
     backoff_first_s: Seconds = 2.0
+    """Delay before the first restart; it doubles with each further one."""
     backoff_longest_s: Seconds = 300.0
+    """Longest delay before a restart."""
 
 
 class Status(Section, frozen=True, kw_only=True):
     """The HTTP status endpoint; read-only."""
 
     enabled: bool = True
+    """Whether the endpoint is served."""
     host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback shows the status to others: there is no authentication."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8470
     """0 takes any free port and logs it."""
 
@@ -159,6 +183,7 @@ class Log(Section, frozen=True, kw_only=True):
     """Where and how much is logged."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
     format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON lines elsewhere."""
 

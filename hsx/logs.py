@@ -6,7 +6,7 @@ Events are facts, `noun.verb_past` plus fields. The standard library's loggers (
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 import msgspec
 import structlog
@@ -19,8 +19,24 @@ if TYPE_CHECKING:
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
 
-PER_SAMPLE = "sample.committed"
+PER_SAMPLE: Final = "sample.committed"
 """The canonical line of one sample: an audit trail in JSON, noise on a terminal."""
+
+EVENTS: Final[dict[str, tuple[Level, str]]] = {
+    "job.began": ("info", "the job is open; name, run, store, and the samples by state before this run"),
+    "job.progressed": ("info", "where the run stands, now and then, where there is no terminal"),
+    "config.doubted": ("warning", "the job file works, but a setting is doubtful; key and message, as `hsx check` prints them"),
+    PER_SAMPLE: ("info", "one sample is durable: the canonical line, with marker, epoch, sequence, root and timings"),
+    "attempt.failed": ("warning", "an attempt failed by the sample's own fault and will be repeated; marker, reason, evidence"),
+    "sample.quarantined": ("error", "an attempt failed for good; marker, reason, evidence"),
+    "invariant.violated": ("warning", "an invariant does not hold; invariant, evidence, and the marker unless it is the run's"),
+    "engine.state_changed": ("info", "the engine's life took a step; state and reason"),
+    "engine.restarted": ("error", "the epoch is void and a restart follows; reason, evidence, samples requeued, delay"),
+    "epoch.began": ("info", "a server passed the boot gate; `continued` where an earlier run had used it"),
+    "error.met": ("error", "anything else that went wrong; kind and message"),
+    "systemd.notify_failed": ("warning", "the service manager's socket took no message"),
+}
+"""Log events by name: their level, and what they say."""
 
 
 def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = True) -> None:  # noqa: A002 - the key's name

@@ -1,11 +1,13 @@
 """Prometheus metrics, made at scrape time from the telemetry's snapshot: the hot path pays nothing for them.
 
-Labels take the names of states, reasons, invariants, steps and roots only; never a sample's.
+`METRICS` is the table. Labels take the names of states, reasons, invariants, steps and roots only; never a sample's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,13 +17,121 @@ from hsx.core.invariants import INVARIANTS
 from hsx.core.lifecycle import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
     from hsx.telemetry import Telemetry
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+Values = float | Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A row of the table.
+
+    Attributes:
+        name: as it is exported.
+        kind: counters count one run of hsx: a restart resets them, as Prometheus expects.
+        label: name of its one label, "" where it has none.
+        text: its help.
+        values: takes a snapshot of the telemetry; by label value where there is a label, None where it is not known yet.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    label: str
+    text: str
+    values: Callable[[dict[str, Any]], Values]
+
+
+def _by_run(what: str) -> Callable[[dict[str, Any]], Values]:
+    return lambda data: data["progress"][what]["committed_by_run"]
+
+
+def _violations(data: dict[str, Any]) -> Values:
+    # Every invariant is there from the start, at 0: an alert on an absent series never fires.
+    counted: dict[str, float] = data["invariants"]["by_name"]
+    return {name: counted.get(name, 0) for name in {**INVARIANTS, **counted}}
+
+
+def _states(data: dict[str, Any]) -> Values:
+    return {state.value: int(state.value == data["engine"]["state"]) for state in State}
+
+
+METRICS: Final[tuple[MetricSpec, ...]] = (
+    MetricSpec("hsx_samples_committed_total", "counter", "", "Samples committed by this run", _by_run("samples")),
+    MetricSpec("hsx_tokens_committed_total", "counter", "", "Tokens committed by this run", _by_run("tokens")),
+    MetricSpec("hsx_bytes_committed_total", "counter", "", "Bytes of shards committed by this run", _by_run("bytes")),
+    MetricSpec(
+        "hsx_samples_adopted_total",
+        "counter",
+        "",
+        "Samples committed from a dump that an earlier run had asked for",
+        lambda data: data["progress"]["adopted"],
+    ),
+    MetricSpec(
+        "hsx_samples_quarantined_total",
+        "counter",
+        "",
+        "Samples quarantined by this run",
+        lambda data: data["quarantine"]["by_run"],
+    ),
+    MetricSpec("hsx_violations_total", "counter", "invariant", "Violated invariants", _violations),
+    MetricSpec(
+        "hsx_attempts_failed_total",
+        "counter",
+        "reason",
+        "Attempts failed by the sample's own fault",
+        lambda data: data["failed_attempts"],
+    ),
+    MetricSpec(
+        "hsx_restarts_total",
+        "counter",
+        "reason",
+        "Restarts of the server",
+        lambda data: data["engine"]["restarts"]["by_reason"],
+    ),
+    MetricSpec(
+        "hsx_step_seconds_total",
+        "counter",
+        "step",
+        "Seconds that committed samples spent in a step",
+        lambda data: data["progress"]["step_seconds"],
+    ),
+    MetricSpec("hsx_engine_state", "gauge", "state", "1 for the state the engine is in, 0 for the others", _states),
+    MetricSpec("hsx_epochs", "gauge", "", "Epochs begun in this run", lambda data: data["engine"]["epoch"]["count"]),
+    MetricSpec(
+        "hsx_requests_in_flight", "gauge", "", "Requests sent and not yet answered", lambda data: data["in_flight"]["requests"]
+    ),
+    MetricSpec(
+        "hsx_tokens_in_flight", "gauge", "", "Prompt tokens of the requests in flight", lambda data: data["in_flight"]["tokens"]
+    ),
+    MetricSpec("hsx_staging_bytes", "gauge", "", "Bytes of the dump directory in use", lambda data: data["staging"]["bytes"]),
+    MetricSpec(
+        "hsx_root_free_bytes",
+        "gauge",
+        "root",
+        "Free bytes of a root",
+        lambda data: {name: root["free_bytes"] for name, root in data["roots"].items()},
+    ),
+    MetricSpec(
+        "hsx_job_samples",
+        "gauge",
+        "",
+        "Samples of the job, rejected rows excluded",
+        lambda data: data["progress"]["samples"].get("total"),
+    ),
+    MetricSpec(
+        "hsx_samples_pending",
+        "gauge",
+        "",
+        "Samples neither committed nor quarantined",
+        lambda data: data["progress"]["samples"].get("pending"),
+    ),
+)
 
 
 class TelemetryCollector(Collector):
@@ -31,33 +141,20 @@ class TelemetryCollector(Collector):
         self._telemetry = telemetry
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in a fixed order. Counters count this run of hsx: a restart resets them, as Prometheus expects."""
+        """All families, in the order of `METRICS`."""
         data = self._telemetry.snapshot()
-        progress, engine = data["progress"], data["engine"]
-        yield _counter("hsx_samples_committed", "Samples committed by this run", progress["samples"]["committed_by_run"])
-        yield _counter("hsx_tokens_committed", "Tokens committed by this run", progress["tokens"]["committed_by_run"])
-        yield _counter(
-            "hsx_bytes_committed", "Bytes of shard files committed by this run", progress["bytes"]["committed_by_run"]
-        )
-        yield _counter("hsx_samples_adopted", "Samples committed from a dump of an earlier hsx", progress["adopted"])
-        yield _counter("hsx_samples_quarantined", "Samples quarantined by this run", data["quarantine"]["by_run"])
-        # Every invariant is there from the start, at 0: an alert on an absent series never fires.
-        violations = dict.fromkeys(INVARIANTS, 0) | data["invariants"]["by_name"]
-        yield _counters("hsx_violations", "Violated invariants", "invariant", violations)
-        yield _counters("hsx_attempts_failed", "Attempts failed by the sample's fault", "reason", data["failed_attempts"])
-        yield _counters("hsx_restarts", "Restarts of the server", "reason", engine["restarts"]["by_reason"])
-        yield _counters("hsx_step_seconds", "Seconds that committed samples spent in a step", "step", progress["step_seconds"])
-        states = {state.value: int(state.value == engine["state"]) for state in State}
-        yield _gauges("hsx_engine_state", "1 for the state the engine is in", "state", states)
-        yield _gauge("hsx_epochs", "Epochs begun in this run", engine["epoch"]["count"])
-        yield _gauge("hsx_requests_in_flight", "Requests sent and not yet answered", data["in_flight"]["requests"])
-        yield _gauge("hsx_tokens_in_flight", "Prompt tokens of the requests in flight", data["in_flight"]["tokens"])
-        yield _gauge("hsx_staging_bytes", "Bytes of the dump directory in use", data["staging"]["bytes"])
-        free = {name: root["free_bytes"] for name, root in data["roots"].items()}
-        yield _gauges("hsx_root_free_bytes", "Free bytes of a root", "root", free)
-        if "total" in progress["samples"]:
-            yield _gauge("hsx_job_samples", "Samples of the job, rejected rows excluded", progress["samples"]["total"])
-            yield _gauge("hsx_samples_pending", "Samples neither committed nor quarantined", progress["samples"]["pending"])
+        for spec in METRICS:
+            values = spec.values(data)
+            if values is None:
+                continue
+            family_of = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            if isinstance(values, Mapping):
+                family = family_of(spec.name, spec.text, labels=[spec.label])
+                for key in sorted(values):
+                    family.add_metric([key], values[key])
+            else:
+                family = family_of(spec.name, spec.text, value=values)
+            yield family
 
 
 def registry_of(telemetry: Telemetry) -> CollectorRegistry:
@@ -70,29 +167,3 @@ def registry_of(telemetry: Telemetry) -> CollectorRegistry:
 def render(registry: CollectorRegistry) -> bytes:
     """The text exposition format."""
     return generate_latest(registry)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in _ordered(values):
-        family.add_metric([key], value)
-    return family
-
-
-def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in _ordered(values):
-        family.add_metric([key], value)
-    return family
-
-
-def _ordered(values: Mapping[str, float]) -> Iterable[tuple[str, float]]:
-    return sorted(values.items())

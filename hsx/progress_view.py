@@ -29,11 +29,6 @@ class ProgressView(Protocol):
         ...
 
 
-def open_view(stream: TextIO) -> ProgressView:
-    """The view that suits `stream`."""
-    return BarView(stream) if stream.isatty() else PlainView(stream)
-
-
 def summary_line(snapshot: dict[str, Any]) -> str:
     """One line on where the run stands; needs nothing to be known yet."""
     progress, engine = snapshot["progress"], snapshot["engine"]
@@ -76,29 +71,42 @@ def duration(seconds: float) -> str:
 
 
 class PlainView:
-    """A line every `every_s` seconds, and one at the end if anything changed since."""
+    """A line every `every_s` seconds, and one at the end if anything changed since.
 
-    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        write: takes each line, without its newline.
+        every_s: seconds between lines.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        *,
+        every_s: float = PLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.interval_s = every_s
-        self._stream = stream
+        self._write = write
         self._clock = clock
         self._next = clock()
         self._line = self._written = ""
 
     def update(self, snapshot: dict[str, Any]) -> None:
+        """Keeps the line, and writes it when it is time."""
         self._line = summary_line(snapshot)
         if self._clock() >= self._next:
             self._next = self._clock() + self.interval_s
-            self._write()
+            self._flush()
 
     def close(self) -> None:
-        if self._line != self._written:
-            self._write()
+        """Writes the last line, unless it has been written."""
+        self._flush()
 
-    def _write(self) -> None:
-        self._written = self._line
-        self._stream.write(self._line + "\n")
-        self._stream.flush()
+    def _flush(self) -> None:
+        if self._line != self._written:
+            self._written = self._line
+            self._write(self._line)
 
 
 class BarView:

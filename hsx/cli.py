@@ -1,0 +1,143 @@
+"""The command line. Only the standard library is imported here; the command that is called brings its own imports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from hsx import __version__
+from hsx.errors import ConfigError, HsxError
+from hsx.exit_codes import MEANINGS, ExitCode, of_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code (see `hsx.exit_codes`). Wrong arguments raise SystemExit(2), as argparse does."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    # What follows "--" belongs to the server, whatever it looks like; argparse would mix it with our own arguments.
+    cut = given.index("--") if "--" in given else len(given)
+    parser = build_parser()
+    args = parser.parse_args(given[:cut])
+    args.rest = given[cut + 1 :]
+    if args.rest and args.command != "serve":
+        parser.error(f"{args.command} takes no arguments after --")
+    try:
+        return int(importlib.import_module(f"hsx.commands.{args.command}").run(args))
+    except HsxError as error:
+        _report(error, args.verbose)
+        return of_error(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("hsx: interrupted\n")
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away; the interpreter must not trip over the same pipe when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.INTERNAL
+    except Exception as error:  # noqa: BLE001 - the one place where an unknown fault becomes exit code 1
+        missing = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else "hsx"
+        if missing != "hsx":
+            message = f"the package {missing!r} is not installed in {sys.executable}; hsx {args.command} needs it"
+            refused = HsxError("dependency_missing", message)
+            _report(refused, args.verbose)
+            return of_error(refused)
+        traceback.print_exc()
+        sys.stderr.write(f"hsx: internal error {type(error).__name__}: {error}; please report it with the traceback above\n")
+        return ExitCode.INTERNAL
+
+
+def _report(error: HsxError, verbose: int) -> None:
+    if verbose >= 2:
+        traceback.print_exception(error)
+    lines = error.message.splitlines() or [""]
+    if isinstance(error, ConfigError) and len(lines) > 1:
+        lines.insert(0, f"{len(error.problems)} problems:")
+    sys.stderr.write(f"hsx: error [{error.kind}] " + "\n  ".join(lines) + "\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; also what completions are made from."""
+    codes = "\n".join(f"  {code.value:>2}  {MEANINGS[code]}" for code in ExitCode)
+    parser = argparse.ArgumentParser(
+        prog="hsx",
+        description="Extracts hidden states of large models, proved to belong to their samples, into Zarr.",
+        epilog=f"exit codes:\n{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hsx {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    verbose = argparse.ArgumentParser(add_help=False)
+    verbose.add_argument("-v", "--verbose", action="count", default=0, help="log debug events too; twice: tracebacks of errors")
+    json = argparse.ArgumentParser(add_help=False)
+    json.add_argument("--json", action="store_true", help="print one JSON object to standard output")
+    job = argparse.ArgumentParser(add_help=False)
+    job.add_argument("job", metavar="JOB", help="the job file (TOML)")
+
+    run = commands.add_parser("run", parents=[job, json, verbose], help="run a job, or continue it")
+    run.set_defaults(command="run")
+    plan = commands.add_parser("plan", parents=[job, json, verbose], help="say how large a job is, and whether it fits")
+    plan.add_argument("--rate", type=_positive, metavar="TOKENS_PER_S", help="prefill rate to reckon the hours with")
+    check = commands.add_parser("check", parents=[json, verbose], help="check a job file and print it resolved")
+    check.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML)")
+    check.add_argument("--schema", action="store_true", help="print the job file's JSON Schema, for editors, and end")
+    serve = commands.add_parser(
+        "serve",
+        parents=[job, verbose],
+        help="become the server that the job needs; arguments after -- are the server's own",
+        usage="hsx serve [-h] [--epoch UUID] [-v] JOB [-- SERVER_ARGUMENT ...]",
+    )
+    serve.add_argument("--epoch", metavar="UUID", help="name of this server life; default: a new one")
+    verify = commands.add_parser("verify", parents=[json, verbose], help="re-read and prove what is stored")
+    verify.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML)")
+    verify.add_argument("--store", metavar="PATH", help="verify this store, without its job file and ledger")
+    verify.add_argument(
+        "--fraction", type=_fraction, default=1.0, metavar="F", help="share of the samples to read (default: 1)"
+    )
+    verify.add_argument("--against-hf", metavar="MODEL", help="recompute some samples with transformers from this model folder")
+    verify.add_argument("--hf-samples", type=_count, default=4, metavar="N", help="how many to recompute (default: 4)")
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which samples a fraction takes (default: 0)")
+    show = commands.add_parser("show", parents=[job, json, verbose], help="show one sample: ids, norms, where it lies")
+    show.add_argument("sample", metavar="SAMPLE", help="index or id of the sample")
+    quarantine = commands.add_parser("quarantine", help="list quarantined samples, or give them another chance")
+    actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", parents=[job, json, verbose], help="list quarantined samples with reason and evidence")
+    requeue = actions.add_parser("requeue", parents=[job, json, verbose], help="let the next run try samples again")
+    requeue.add_argument("indices", metavar="INDEX", nargs="*", type=_index, help="indices of samples, as `list` prints them")
+    requeue.add_argument("--all", action="store_true", help="all quarantined samples")
+    completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"is {text}; expected a number above 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"is {text}; expected a number above 0 and up to 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"is {text}; expected at least 1")
+    return value
+
+
+def _index(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"is {text}; expected the index of a sample, from 0")
+    return value

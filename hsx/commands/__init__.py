@@ -1,0 +1,1 @@
+"""The commands, one module each with a `run(args) -> int`; `hsx.cli` imports the one that is called."""

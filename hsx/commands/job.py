@@ -1,0 +1,37 @@
+"""What several commands do first: read the job file, check it, refuse it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hsx.config_check import Finding, check
+from hsx.config_load import LoadedConfig, load
+from hsx.errors import ConfigError, RunError
+from hsx.model_config import read_model_shape
+
+if TYPE_CHECKING:
+    from hsx.core.spec import ModelShape
+
+
+def examine(loaded: LoadedConfig) -> tuple[ModelShape | None, list[Finding]]:
+    """The model's shape, None where it cannot be read, and all findings on the job file, errors first."""
+    shape, findings = None, []
+    try:
+        shape = read_model_shape(loaded.model)
+    except RunError as error:
+        findings.append(Finding("error", "model.path", error.message))
+    return shape, [*findings, *check(loaded, shape, None)]
+
+
+def load_fit(path: str) -> tuple[LoadedConfig, list[Finding]]:
+    """A job file without errors, and the warnings on it.
+
+    Raises:
+        ConfigError: as `load` does, and `config_conflict` with one problem for each finding that is an error.
+    """
+    loaded = load(path)
+    _, findings = examine(loaded)
+    errors = [f"{path}: {finding.key}: {finding.message}" for finding in findings if finding.level == "error"]
+    if errors:
+        raise ConfigError("config_conflict", errors)
+    return loaded, findings

@@ -1,0 +1,34 @@
+"""How commands print: JSON for programs, aligned text for people."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def emit(text: str) -> None:
+    """Writes a line to standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def emit_json(document: object) -> None:
+    """Writes `document` (plain data, dataclasses, structs, paths) as one JSON object."""
+    emit(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns padded to their widest cell; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[column]) for line in [list(header), *cells]) for column in range(len(header))]
+    numeric = [bool(cells) and all(line[column].isdecimal() for line in cells) for column in range(len(header))]
+
+    def line(values: Sequence[str]) -> str:
+        padded = (value.rjust(width) if right else value.ljust(width) for value, width, right in zip(values, widths, numeric))  # noqa: B905 - same length by construction
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(list(header)), *(line(row) for row in cells)])

@@ -1,0 +1,66 @@
+"""`hsx quarantine`: lists quarantined samples, or gives them another chance."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from hsx.commands.output import emit, emit_json, table
+from hsx.config_load import load
+from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
+from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import FILE_NAME
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists or requeues."""
+    path = load(args.job).state_dir / FILE_NAME
+    if not path.exists():
+        raise RunError("ledger_failed", f"{path} does not exist; expected the ledger of a job that has been run")
+    if args.action == "list":
+        return _list(path, args.json)
+    if bool(args.indices) == args.all:
+        raise RunError("usage", "hsx quarantine requeue takes either indices of samples or --all")
+    return _requeue(path, None if args.all else args.indices, args.json)
+
+
+def _list(path: Path, as_json: bool) -> int:
+    with LedgerReader(path) as ledger:
+        rows = ledger.quarantined()
+        if as_json:
+            emit_json({"quarantined": [asdict(row) for row in rows]})
+            return ExitCode.DONE
+        cells = [(row.index, row.tokens, row.attempts, row.reason, row.marker, row.evidence) for row in rows]
+    emit(table(("index", "tokens", "attempts", "reason", "marker", "evidence"), cells) if cells else "no sample is quarantined")
+    return ExitCode.DONE
+
+
+def _requeue(path: Path, indices: list[int] | None, as_json: bool) -> int:
+    with LedgerReader(path) as ledger:
+        known = {row.index for row in ledger.quarantined()}
+    unknown = sorted(set(indices or ()) - known)
+    if unknown:
+        raise RunError(
+            "sample_unknown", f"samples {', '.join(map(str, unknown))} are not quarantined; see `hsx quarantine list`"
+        )
+    freed = asyncio.run(_free(path, indices))
+    if as_json:
+        emit_json({"requeued": freed})
+    else:
+        emit(f"{freed} samples are free again; the next `hsx run` tries them")
+    return ExitCode.DONE
+
+
+async def _free(path: Path, indices: list[int] | None) -> int:
+    ledger = SqliteLedger(path)
+    try:
+        return await ledger.requeue(indices)
+    finally:
+        await ledger.close()

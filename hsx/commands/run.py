@@ -1,0 +1,99 @@
+"""`hsx run`: runs a job, or continues it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TextIO
+
+import structlog
+import uvloop
+
+from hsx import logs
+from hsx.app import Outcome, run_job
+from hsx.commands.job import load_fit
+from hsx.commands.output import emit, emit_json
+from hsx.exit_codes import MEANINGS, ExitCode
+from hsx.progress_view import BarView, PlainView, ProgressView, duration
+
+if TYPE_CHECKING:
+    import argparse
+
+    from hsx.config import Log
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the job to its end; prints a summary to standard output, progress and log to standard error."""
+    loaded, warnings = load_fit(args.job)
+    view = open_view(sys.stderr, loaded.config.log, args.verbose)
+    try:
+        log = structlog.get_logger()
+        for finding in warnings:
+            log.warning("config.doubted", key=finding.key, message=finding.message)
+        outcome = uvloop.run(run_job(loaded, verbosity=args.verbose, progress=view))
+    finally:
+        view.close()
+    code = code_of(outcome, loaded.config.pipeline.allow_quarantined)
+    if args.json:
+        emit_json({"exit_code": int(code), **asdict(outcome)})
+    else:
+        emit(summary(outcome, code))
+    return code
+
+
+def open_view(stream: TextIO, settings: Log, verbose: int) -> ProgressView:
+    """Opens the progress view that suits `stream`, and points the log at it.
+
+    On a terminal the bar comes first: rich then replaces sys.stderr, so that log lines are written above the bar.
+    """
+    level: logs.Level = "debug" if verbose else settings.level
+    if not stream.isatty():
+        logs.configure(level, settings.format, stream)
+        if settings.format == "console":
+            return PlainView(lambda line: _write(stream, line))
+        return PlainView(lambda line: structlog.get_logger().info("job.progressed", summary=line))
+    view = BarView(stream)
+    logs.configure(level, settings.format, sys.stderr, samples=bool(verbose))
+    return view
+
+
+def _write(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def code_of(outcome: Outcome, allowed: float) -> ExitCode:
+    """The exit code of a run that ended in good order.
+
+    Args:
+        outcome: how it ended.
+        allowed: the share of the accepted samples that may be quarantined.
+    """
+    if outcome.interrupted:
+        return ExitCode.INTERRUPTED
+    accepted = outcome.committed + outcome.quarantined + outcome.pending
+    if outcome.pending or outcome.quarantined > allowed * accepted:
+        return ExitCode.INCOMPLETE
+    return ExitCode.DONE
+
+
+def summary(outcome: Outcome, code: ExitCode) -> str:
+    """The last words of a run, for people."""
+    rate = f", {outcome.tokens / outcome.seconds:.0f} tokens/s" if outcome.seconds > 0 else ""
+    violations = ", ".join(f"{name} {count}" for name, count in sorted(outcome.violations.items()) if count)
+    lines = [
+        f"store       {outcome.store}",
+        f"committed   {outcome.committed} samples",
+        f"this run    {outcome.tokens} tokens in {duration(outcome.seconds)}{rate}",
+        f"violations  {violations or 'none'}",
+    ]
+    for word, count in (
+        ("quarantined", outcome.quarantined),
+        ("rejected", outcome.rejected),
+        ("pending", outcome.pending),
+        ("restarts", outcome.restarts),
+    ):
+        if count:
+            lines.append(f"{word:<12}{count}")
+    lines.append(f"exit code   {code.value}: {MEANINGS[code]}")
+    return "\n".join(lines)
