@@ -1,0 +1,203 @@
+"""The reference engine's scheduler: one thread that prefills queued prompts in chunks, oldest first.
+
+Every step has a budget of tokens, shared by the prompts at the head of the queue, so that chunks are of any size and several
+prompts travel in one batch, as in SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hsx.core.marker import parse
+from hsx.testing.reference_dumps import Publisher, Rows
+from hsx.testing.reference_model import Cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from hsx.core.spec import CaptureSpec
+    from hsx.testing.faults import Faults
+    from hsx.testing.reference_model import ReferenceModel
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One queued prompt.
+
+    Attributes:
+        rid: request id.
+        ids: int32 [tokens].
+        done: called once, from the scheduler's thread, when the prompt is finished or dropped.
+        skip: leading tokens that a prefix cache is said to hold; they are not forwarded.
+        retractions: how often it was started again.
+        aborted: whether it was dropped.
+        slowness: how many times as long as the computing each chunk takes.
+        cache: its keys and values, from its first chunk on.
+        rows: what it leaves behind, from its first chunk on.
+    """
+
+    rid: str
+    ids: NDArray[np.int32]
+    done: Callable[[], None]
+    skip: int = 0
+    retractions: int = 0
+    aborted: bool = False
+    slowness: float = 1.0
+    cache: Cache | None = None
+    rows: Rows | None = field(default=None, repr=False)
+
+
+class Scheduler:
+    """Runs the model over what is submitted.
+
+    Args:
+        model: computes.
+        spec: states to take.
+        chunk: tokens per step.
+        faults: the armed faults.
+        publisher: takes the dumps of prompts whose rid is a marker; None: nothing is captured.
+    """
+
+    def __init__(
+        self, model: ReferenceModel, spec: CaptureSpec, chunk: int, faults: Faults, publisher: Publisher | None
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._chunk = chunk
+        self._faults = faults
+        self._publisher = publisher
+        self._queue: deque[Work] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="scheduler", daemon=True).start()
+
+    @property
+    def waiting(self) -> int:
+        """Prompts queued and not yet begun."""
+        with self._changed:
+            return sum(work.cache is None for work in self._queue)
+
+    def submit(self, work: Work) -> None:
+        """Queues a prompt."""
+        with self._changed:
+            self._queue.append(work)
+            self._changed.notify()
+
+    def abort(self, work: Work) -> None:
+        """Drops a prompt before its next chunk; harmless when it is finished."""
+        with self._changed:
+            work.aborted = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        # A crash of this thread must be the death of the process: a server without a scheduler would look alive.
+        try:
+            while True:
+                self._step()
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGABRT)
+            raise
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        batch = self._batch()
+        filled = []
+        for work, start, stop in batch:
+            began = time.monotonic()
+            self._forward(work, start, stop)
+            filled.append((work, start, stop))
+            self._strike(work, stop, time.monotonic() - began)
+        self._swap(filled)
+        for work, _, stop in batch:
+            if stop == len(work.ids) or work.aborted:
+                self._finish(work)
+
+    def _batch(self) -> list[tuple[Work, int, int]]:
+        """The next chunks, as (prompt, first token, end); waits until there is one."""
+        with self._changed:
+            while not self._queue:
+                self._changed.wait()
+            left, batch = self._chunk, []
+            for work in self._queue:
+                start = work.cache.length if work.cache else 0
+                stop = start if work.aborted else min(len(work.ids), start + left)
+                if work.aborted or stop > start:
+                    batch.append((work, start, stop))
+                    left -= stop - start
+                if not left:
+                    break
+        return batch
+
+    def _forward(self, work: Work, start: int, stop: int) -> None:
+        if work.cache is None or work.rows is None:
+            work.cache = Cache(self._model.config, len(work.ids))
+            shape = (len(work.ids), self._spec.states, self._model.config.hidden_size)
+            work.rows = Rows(np.zeros(len(work.ids), dtype=np.int32), np.zeros(shape, dtype=np.uint16))
+        if stop > start:
+            if int(work.ids[start:stop].max()) >= len(self._model.embedding) or int(work.ids[start:stop].min()) < 0:
+                # An id outside the embedding table takes the whole server down, as a failed device assertion does.
+                os.kill(os.getpid(), signal.SIGKILL)
+            work.rows.ids[start:stop] = work.ids[start:stop]
+            work.rows.states[start:stop] = _bits(self._model.forward(work.ids[start:stop], work.cache, self._spec))
+
+    def _strike(self, work: Work, stop: int, took: float) -> None:
+        slow = self._faults.take("slow", work.rid)
+        if slow:
+            work.slowness = slow.number(10.0)
+        if work.slowness > 1:
+            time.sleep(took * (work.slowness - 1))
+        if self._faults.take("die", work.rid):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._faults.take("hang", work.rid):
+            threading.Event().wait()
+        if self._faults.take("abort", work.rid):
+            work.aborted = True
+        if stop == len(work.ids) and self._faults.take("retraction", work.rid):
+            work.retractions += 1
+            work.cache = None
+            self._forward(work, 0, stop)
+
+    def _swap(self, filled: list[tuple[Work, int, int]]) -> None:
+        """Exchanges half of the rows of two prompts in this batch, where that fault waits for one of them."""
+        if len(filled) < 2 or not any(self._faults.armed("swapped_rows_between_two", work.rid) for work, *_ in filled[:2]):
+            return
+        (one, first, stop), (two, second, end) = filled[:2]
+        count = min(stop - first, end - second)
+        if one.rows is None or two.rows is None or not count:
+            return
+        if not self._faults.take("swapped_rows_between_two", one.rid):
+            self._faults.take("swapped_rows_between_two", two.rid)
+        count = max(1, count // 2)
+        mine, other = slice(first, first + count), slice(second, second + count)
+        one.rows.ids[mine], two.rows.ids[other] = two.rows.ids[other].copy(), one.rows.ids[mine].copy()
+        one.rows.states[mine], two.rows.states[other] = two.rows.states[other].copy(), one.rows.states[mine].copy()
+
+    def _finish(self, work: Work) -> None:
+        with self._changed:
+            self._queue.remove(work)
+        marker = parse(work.rid)
+        # A prompt whose cached prefix was not forwarded is never whole: the capture side waits for it in vain.
+        whole = marker is not None and marker.tokens == len(work.ids) and not work.skip
+        if marker is not None and whole and not work.aborted and self._publisher is not None and work.rows is not None:
+            self._publisher.publish(marker, work.rows)
+        work.cache = work.rows = None
+        work.done()
+
+
+def _bits(states: torch.Tensor) -> NDArray[np.uint16]:
+    return states.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def recompute(model: ReferenceModel, spec: CaptureSpec, ids: NDArray[np.int32]) -> NDArray[np.uint16]:
+    """The bits of bf16 [tokens, L, H] of a prompt in one chunk."""
+    return _bits(model.forward(ids, Cache(model.config, len(ids)), spec))
