@@ -37,6 +37,7 @@ KINDS: Final[dict[str, str]] = {
     "server_gone": "the server process ended or its HTTP port no longer answers",
     "server_refused": "the server's settings make capture wrong or incomplete",
     "server_protocol": "the server answered in a shape that hsx does not know",
+    "staging_full": "the server could not write a dump: the dump directory is full or failing",
     "server_full": "the server's queue is full (HTTP 503)",
     "capture_off": "the capture plugin is absent, failed to install or reports another spec",
     "epoch_void": "the epoch was declared void while this was under way",

@@ -6,13 +6,14 @@ concrete classes. Blocking methods say so: they are called in worker threads, ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hsx.core.dump import DumpHeader
 from hsx.core.epoch import CaptureReport, EpochRecord
 from hsx.core.invariants import Answer
+from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
 from hsx.core.sample import Lease
 
@@ -235,8 +236,10 @@ class Dumps(Protocol):
         ...
 
     async def arrival(self, marker: Marker) -> None:
-        """Returns as soon as the dump of `marker` is published; raises SampleError `dump_failed` when its error file appears.
-        The caller sets the deadline."""
+        """Returns as soon as the dump of `marker` is published. The caller sets the deadline.
+
+        Raises EngineError `staging_full` or SampleError `dump_failed` when an error file appears instead.
+        """
         ...
 
     def open(self, marker: Marker) -> Dump:
@@ -249,6 +252,10 @@ class Dumps(Protocol):
 
     def names(self) -> list[str]:
         """Names (without suffix) of all published dumps and error files in the current epoch's folder."""
+        ...
+
+    def sweep_other_epochs(self, keep: str, run: str) -> int:
+        """Removes what `run` left in the folders of epochs other than `keep`; returns how many files. Blocks briefly."""
         ...
 
 
@@ -306,6 +313,62 @@ class View(Protocol):
 
     def link(self, index: int, root: str) -> None:
         """Makes sample `index` on `root` visible in the group's `hidden_states`. Idempotent. Blocks briefly."""
+        ...
+
+
+# --- observation -----------------------------------------------------------------------------------------------------
+
+
+class Observer(Protocol):
+    """Hears the facts of a run as they happen: counts, logs, serves status. Synchronous, cheap, on the event loop's thread."""
+
+    def sample_committed(
+        self,
+        index: int,
+        marker: Marker,
+        epoch: str,
+        sequence: int,
+        tokens: int,
+        nbytes: int,
+        root: str,
+        attempt: int,
+        timings: Mapping[str, float],
+        adopted: bool,
+        sample_id: str = "",
+    ) -> None:
+        """A sample is durable."""
+        ...
+
+    def attempt_failed(self, marker: Marker, reason: str, evidence: str, quarantined: bool) -> None:
+        """An attempt failed by the sample's own fault."""
+        ...
+
+    def violation(self, marker: Marker | None, invariant: str, evidence: str) -> None:
+        """An invariant does not hold."""
+        ...
+
+    def engine_state(self, state: State, reason: str = "") -> None:
+        """The engine changed its state."""
+        ...
+
+    def engine_restarted(self, reason: str, evidence: str, requeued: int, delay_s: float) -> None:
+        """An epoch was voided and a restart follows."""
+        ...
+
+    def epoch_began(self, epoch: str, continued: bool) -> None:
+        """A server passed the boot gate."""
+        ...
+
+    def error_met(self, kind: str, message: str) -> None:
+        """Something went wrong that is neither an attempt's failure nor a restart."""
+        ...
+
+    def gauges(self, requests: int, tokens: int, staging_bytes: int) -> None:
+        """What is in flight now."""
+        ...
+
+    def root_space(self, name: str, free: int) -> None:
+        """Free bytes of a root."""
         ...
 
 
@@ -376,12 +439,24 @@ class Ledger(Leases, Protocol):
         """Records a failed attempt by the sample's own fault, and frees or quarantines the sample."""
         ...
 
-    async def epoch_began(self, record: EpochRecord) -> None:
-        """Records an epoch; an epoch already known is being continued."""
+    async def epoch_began(self, record: EpochRecord) -> bool:
+        """Records an epoch; True where it was known already, and is being continued."""
         ...
 
     async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
         """Records why an epoch was voided or ended."""
+        ...
+
+    async def attempts_of(self, index: int) -> tuple[str, Lease] | None:
+        """State of one sample (`pending`, `committed`, `quarantined`) and the lease of its last attempt; None if unknown."""
+        ...
+
+    async def next_canary(self) -> int:
+        """A number for a canary's marker, from 1, durably never given twice."""
+        ...
+
+    async def fix(self, key: str, value: str) -> str:
+        """Records a fact once, such as the server's version, and returns what is recorded: the first value given."""
         ...
 
     async def counts(self) -> Counts:

@@ -1,7 +1,7 @@
 """How much may be under way at once: pure budget arithmetic.
 
 Four budgets bound a run, so that memory and tmpfs stay flat whatever the length of the dataset: request slots, tokens in
-flight, staging bytes (a dump occupies tmpfs from its request until its commit), and bytes queued to the writers.
+flight, and, from the request until the commit, the number of samples under way and the bytes of their dumps on the tmpfs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ class Limits:
         requests: requests at the server at once.
         tokens: sum of their prompt tokens.
         staging_bytes: bytes of dumps in the dump directory, those still being written included.
+        samples: samples under way, from request to commit.
     """
 
     requests: int
     tokens: int
     staging_bytes: int
+    samples: int
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class InFlight:
     requests: int = 0
     tokens: int = 0
     staging_bytes: int = 0
+    samples: int = 0
 
 
 def blocked_by(limits: Limits, now: InFlight, tokens: int, dump_bytes: int) -> str | None:
@@ -45,4 +48,6 @@ def blocked_by(limits: Limits, now: InFlight, tokens: int, dump_bytes: int) -> s
         return "tokens"
     if now.staging_bytes + dump_bytes > limits.staging_bytes:
         return "staging"
+    if now.samples >= limits.samples:
+        return "samples"
     return None

@@ -1,8 +1,8 @@
 """The invariants: what must hold before a state may be stored.
 
-Each is a pure function over records that returns None when it holds and a `Violation` when it does not. `SAMPLE_INVARIANTS`
-lists those that are judged for every sample, in order of judgement; the counter and progress invariants of a run are
-judged by `pairing.py` and `progress.py`, and named here so that there is one table of names.
+Each is a pure function over records that returns None when it holds and a `Violation` when it does not. The tables at the end
+list them in order of judgement: those of the server's answer, those of the dump, and those of the whole run, which are
+judged elsewhere (`progress.py`, the pipeline's deadlines, the supervisor) and named here so that there is one list of names.
 """
 
 from __future__ import annotations
@@ -68,14 +68,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of one attempt when it is judged.
+    """A dump, and what it is judged against.
 
     Attributes:
         marker: the attempt's marker; its tokens are the sample's.
         epoch: the current epoch.
         spec: the job's capture spec.
         hidden_size: H of the job's model.
-        answer: the HTTP answer, or None for a dump adopted after a restart of hsx, whose answer was lost with its process.
         dump: the dump's header.
         content: what was measured in its tensors.
     """
@@ -84,24 +83,19 @@ class Evidence:
     epoch: str
     spec: CaptureSpec
     hidden_size: int
-    answer: Answer | None
     dump: DumpHeader
     content: Content
 
 
-def prompt_tokens(evidence: Evidence) -> Violation | None:
+def prompt_tokens(marker: Marker, answer: Answer) -> Violation | None:
     """The server counted as many prompt tokens as the sample has: it did not truncate, template or add anything."""
-    answer = evidence.answer
-    if answer is None or answer.prompt_tokens == evidence.marker.tokens:
+    if answer.prompt_tokens == marker.tokens:
         return None
-    return Violation("prompt_tokens", f"server counted {answer.prompt_tokens} prompt tokens; expected {evidence.marker.tokens}")
+    return Violation("prompt_tokens", f"server counted {answer.prompt_tokens} prompt tokens; expected {marker.tokens}")
 
 
-def uncached(evidence: Evidence) -> Violation | None:
+def uncached(_marker: Marker, answer: Answer) -> Violation | None:
     """Every token went through this very prefill: none came from a cache, nothing was retracted or aborted."""
-    answer = evidence.answer
-    if answer is None:
-        return None
     if answer.cached_tokens:
         return Violation("uncached", f"{answer.cached_tokens} tokens came from the prefix cache; expected 0")
     if answer.retractions:
@@ -186,47 +180,59 @@ def _where(evidence: Evidence, at: tuple[int, int] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """A row of the table: name, group, and the judge for those that are judged per sample."""
+    """A row of the tables: name, group, and what it proves."""
 
     name: str
     group: Group
-    judge: Callable[[Evidence], Violation | None] | None = None
-    proves: str = ""
-
-
-def _row(group: Group, judge: Callable[[Evidence], Violation | None]) -> Invariant:
-    return Invariant(judge.__name__, group, judge, (judge.__doc__ or "").split("\n")[0])
+    proves: str
 
 
 # Order matters: identity first, so that the reason given is the deepest one. A dump of another sample breaks `expected`, not
 # merely `tokens_equal`; and rows must be right before a position in them means anything.
-SAMPLE_INVARIANTS: Final[tuple[Invariant, ...]] = (
-    _row("counter", epoch),
-    _row("counter", expected),
-    _row("token", prompt_tokens),
-    _row("token", uncached),
-    _row("token", rows),
-    _row("token", tokens_equal),
-    _row("content", finite),
-    _row("content", nonzero_rows),
-    _row("content", not_repeated),
+ANSWER_INVARIANTS: Final[tuple[tuple[Group, Callable[[Marker, Answer], Violation | None]], ...]] = (
+    ("token", prompt_tokens),
+    ("token", uncached),
 )
-
+DUMP_INVARIANTS: Final[tuple[tuple[Group, Callable[[Evidence], Violation | None]], ...]] = (
+    ("counter", epoch),
+    ("counter", expected),
+    ("token", rows),
+    ("token", tokens_equal),
+    ("content", finite),
+    ("content", nonzero_rows),
+    ("content", not_repeated),
+)
 RUN_INVARIANTS: Final[tuple[Invariant, ...]] = (
-    Invariant("published", "counter", None, "A 200 answer is followed by its dump within its deadline."),
-    Invariant(
-        "advancing", "progress", None, "With requests in flight, something comes out within a deadline that grows with them."
-    ),
-    Invariant("alive", "progress", None, "The server process lives and its record still matches."),
+    Invariant("published", "counter", "A 200 answer is followed by its dump within its deadline."),
+    Invariant("advancing", "progress", "With requests in flight, something comes out within a deadline that grows with them."),
+    Invariant("alive", "progress", "The server process lives and its record still matches."),
 )
 
-INVARIANTS: Final[dict[str, Invariant]] = {i.name: i for i in (*SAMPLE_INVARIANTS, *RUN_INVARIANTS)}
+
+def _named(group: Group, judge: Callable[..., Violation | None]) -> Invariant:
+    return Invariant(judge.__name__, group, " ".join((judge.__doc__ or "").split("\n\n")[0].split()))
 
 
-def judge(evidence: Evidence) -> Violation | None:
-    """The first violated invariant of the sample, or None when the states are proved to be this sample's."""
-    for invariant in SAMPLE_INVARIANTS:
-        violation = invariant.judge(evidence) if invariant.judge is not None else None
-        if violation is not None:
-            return violation
-    return None
+INVARIANTS: Final[dict[str, Invariant]] = {
+    row.name: row
+    for row in (
+        *(_named(group, judge) for group, judge in ANSWER_INVARIANTS),
+        *(_named(group, judge) for group, judge in DUMP_INVARIANTS),
+        *RUN_INVARIANTS,
+    )
+}
+
+
+def judge_answer(marker: Marker, answer: Answer) -> Violation | None:
+    """The first invariant that the server's answer violates, or None.
+
+    A dump adopted after a restart of hsx has no answer any more, and is judged by `judge_dump` alone: rows and ids, written by
+    the server beside each other, prove as much, since tokens that came from a cache would have left their rows unwritten,
+    and such a dump is never published.
+    """
+    return next((v for _, judge in ANSWER_INVARIANTS if (v := judge(marker, answer)) is not None), None)
+
+
+def judge_dump(evidence: Evidence) -> Violation | None:
+    """The first invariant that the dump violates, or None: then the states are proved to be this sample's."""
+    return next((v for _, judge in DUMP_INVARIANTS if (v := judge(evidence)) is not None), None)

@@ -7,6 +7,7 @@ there before; so the folder is also rescanned each second. The file's existence 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from asyncinotify import Inotify, Mask, Watch
 from hsx.core.dump import ERROR_SUFFIX, PART_SUFFIX, SUFFIX
 from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
 from hsx.dumps.reader import MappedDump
-from hsx.errors import RunError, SampleError
+from hsx.errors import EngineError, RunError, SampleError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,9 +94,11 @@ class DumpDirectory:
         return report_from_json(text)
 
     async def arrival(self, marker: Marker) -> None:
-        """Returns once the dump of `marker` is there; raises SampleError `dump_failed` when its error file is.
+        """Returns once the dump of `marker` is there. Waits for ever: the caller sets the deadline. One waiter per marker.
 
-        Waits for ever: the caller sets the deadline. One waiter per marker.
+        Raises, when an error file appears instead:
+            EngineError: `staging_full` where the operating system refused the write (no space, I/O error).
+            SampleError: `dump_failed` where the capture side gave this dump up.
         """
         name = str(marker)
         event = self._waiting[name] = asyncio.Event()
@@ -110,10 +113,18 @@ class DumpDirectory:
         if self._path(marker, SUFFIX).exists():
             return True
         try:
-            reason = self._path(marker, ERROR_SUFFIX).read_text(encoding="utf-8", errors="replace")[:_ERROR_TEXT]
+            note = self._path(marker, ERROR_SUFFIX).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return False
-        raise SampleError("dump_failed", f"{marker}: the capture side could not write the dump: {reason.strip()}")
+        try:
+            reason, errno = str(json.loads(note)["reason"]), int(json.loads(note)["errno"])
+        except (ValueError, KeyError, TypeError):
+            reason, errno = note, 0
+        reason = reason.strip()[:_ERROR_TEXT]
+        if errno:
+            # The operating system refused: that speaks of the dump directory, not of the sample.
+            raise EngineError("staging_full", f"{marker}: the dump could not be written to {self.folder}: {reason}")
+        raise SampleError("dump_failed", f"{marker}: the capture side gave the dump up: {reason}")
 
     def open(self, marker: Marker) -> MappedDump:
         """Maps the dump named `marker`. Raises SampleError `dump_invalid`, or FileNotFoundError."""

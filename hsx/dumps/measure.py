@@ -32,7 +32,7 @@ def measure(states: NDArray[np.uint16], input_ids: NDArray[np.int32], expected_i
         expected_ids: the sample's ids.
 
     Returns:
-        The facts for `hsx.core.invariants.judge`.
+        The facts for `hsx.core.invariants.judge_dump`.
     """
     nonfinite, nonfinite_at, zeros, zero_at = _magnitudes(states)
     return Content(

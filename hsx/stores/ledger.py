@@ -184,13 +184,18 @@ class SqliteLedger:
 
     # --- epochs
 
-    async def epoch_began(self, record: EpochRecord) -> None:
-        """Records an epoch with its record; one already known goes on."""
-        await self._do(
-            self._write,
-            "INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?) ON CONFLICT (epoch) DO UPDATE SET ended = NULL",
-            (record.epoch, time.time(), to_json(record)),
-        )
+    async def epoch_began(self, record: EpochRecord) -> bool:
+        """Records an epoch with its record; True where it was known already, and goes on."""
+        return await self._do(self._epoch_began, record)
+
+    def _epoch_began(self, record: EpochRecord) -> bool:
+        with self._transaction() as db:
+            known = db.execute("UPDATE epochs SET ended = NULL WHERE epoch = ?", (record.epoch,)).rowcount == 1
+            if not known:
+                db.execute(
+                    "INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?)", (record.epoch, time.time(), to_json(record))
+                )
+        return known
 
     async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
         """Records how an epoch ended."""

@@ -109,7 +109,10 @@ class LedgerReader:
 
     def committed(self) -> Iterator[CommittedRow]:
         """Every committed sample, in index order."""
-        query = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed' ORDER BY idx"
+        query = (
+            "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence "
+            "FROM samples WHERE state = 'committed' ORDER BY idx"
+        )
         with translated(self._path):
             for row in self._connection.execute(query):
                 yield CommittedRow(*row)

@@ -1,0 +1,360 @@
+"""Start reading here: the life of one sample, top to bottom.
+
+`Pipeline.run` takes leases and starts one attempt per lease, as many at once as admission allows. `_extract` is the path of a
+sample: request, pairing, validation, write, commit. Everything else in this module says what happens when a step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hsx.core.dump import ALIGNMENT, ID_BYTES
+from hsx.core.invariants import Evidence, Violation, judge_answer, judge_dump
+from hsx.core.marker import Marker
+from hsx.core.pairing import Outstanding, Standing
+from hsx.core.policy import Action, on_failure
+from hsx.core.spec import bytes_per_token
+from hsx.errors import EngineError, SampleError
+from hsx.ports import Commit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.admission import Admission, Place
+    from hsx.core.invariants import Content
+    from hsx.core.sample import Lease
+    from hsx.core.spec import CaptureSpec
+    from hsx.epoch import LiveEpoch
+    from hsx.ports import Clock, Dump, Dumps, EngineClient, Ledger, Observer, Samples
+    from hsx.writer import Writer
+
+PAUSE_S = 1.0
+"""How long an attempt waits before it goes back to the queue when the server is full or in trouble; its place stays taken."""
+SWEEP_S = 10.0
+CONGESTION = frozenset({"server_full", "staging_full"})
+"""Errors that pass by themselves when less is under way."""
+UNFINISHED = frozenset({"request_failed", "request_timeout"})
+"""A dying server causes these as well as a bad request; and a living one may still be working on the request."""
+
+
+class Engine(Protocol):
+    """What the pipeline needs of the supervisor."""
+
+    async def ready(self) -> LiveEpoch:
+        """The current epoch, once there is one."""
+        ...
+
+
+class Pace(Protocol):
+    """Smooths the rate of starts (asyncio-throttle's Throttler)."""
+
+    async def acquire(self) -> None:
+        """Returns when the next start may be made."""
+        ...
+
+
+class ViolatedError(SampleError):
+    """An invariant does not hold for this attempt."""
+
+    def __init__(self, marker: Marker, violation: Violation) -> None:
+        super().__init__("violation", f"{marker}: {violation.invariant}: {violation.evidence}")
+        self.violation = violation
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What does not change while a pipeline runs.
+
+    Attributes:
+        run: the job's 8 hex digits, for markers.
+        spec: the capture spec.
+        hidden_size: H.
+        retries: failures of a sample that are forgiven.
+        dump_deadline_s: longest time from an answer to its dump.
+        request_timeout_s: longest time for a request, given the tokens in flight.
+        shard_bytes: size of a sample's shard file, given its tokens.
+        leases: how many leases are taken in one ledger transaction.
+    """
+
+    run: str
+    spec: CaptureSpec
+    hidden_size: int
+    retries: int
+    dump_deadline_s: float
+    request_timeout_s: Callable[[int], float]
+    shard_bytes: Callable[[int], int]
+    leases: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The pipeline's collaborators; see `hsx.ports`."""
+
+    engine: Engine
+    client: EngineClient
+    dumps: Dumps
+    samples: Samples
+    ledger: Ledger
+    writer: Writer
+    admission: Admission
+    pace: Pace
+    observer: Observer
+    clock: Clock
+    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
+    on_violation: Callable[[LiveEpoch, str], None]
+    """Hears each violation's or error's name with the epoch it was met in; decides whether the epoch can go on."""
+    on_server_lost: Callable[[LiveEpoch, EngineError], None]
+    """Hears that the server no longer answers, or not as a server should."""
+
+
+class StopWatch:
+    """Seconds spent per step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = clock.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, step: str) -> None:
+        """Books the time since the last lap under `step`."""
+        now = self._clock.monotonic()
+        self.laps[step] = now - self._last
+        self._last = now
+
+
+class Pipeline:
+    """Extracts every sample that the ledger hands out.
+
+    Args:
+        settings: see there.
+        parts: see there.
+    """
+
+    def __init__(self, settings: Settings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._outstanding = Outstanding(settings.run)
+        self._leases: list[Lease] = []
+        self._attempts = 0
+        self._returned = asyncio.Event()
+        self._intake: asyncio.Task[None] | None = None
+        self._draining = False
+
+    async def run(self) -> None:
+        """Returns when no sample is pending any more, or, after `drain`, when the last attempt under way has ended.
+
+        Raises:
+            ExceptionGroup: of RunErrors, when the job cannot go on.
+        """
+        async with asyncio.TaskGroup() as group:
+            sweeper = group.create_task(self._sweep())
+            async with asyncio.TaskGroup() as attempts:
+                self._intake = attempts.create_task(self._take_in(attempts))
+                if self._draining:
+                    self._intake.cancel()
+            sweeper.cancel()
+
+    def drain(self) -> None:
+        """Takes no new sample; those under way go on to their end."""
+        self._draining = True
+        if self._intake is not None:
+            self._intake.cancel()
+
+    @property
+    def attempts(self) -> int:
+        """Attempts under way."""
+        return self._attempts
+
+    # --- one sample -------------------------------------------------------------------------------------------------
+
+    async def _extract(self, lease: Lease, marker: Marker, epoch: LiveEpoch, place: Place) -> None:
+        """The path of a sample. Raises SampleError or EngineError where it ends early."""
+        watch = StopWatch(self._parts.clock)
+        ids = self._parts.samples.input_ids(lease.sample.index)
+        await epoch.run(self._request(marker, ids))
+        watch.lap("request")
+        dump = await epoch.run(self._pair(marker))
+        watch.lap("dump")
+        place.answered()
+        await self._store(lease, marker, epoch, dump, watch, adopted=False)
+
+    async def _request(self, marker: Marker, ids: NDArray[np.int32]) -> None:
+        """Has the server prefill the prompt under its marker, and judges the answer."""
+        timeout = self._settings.request_timeout_s(self._parts.admission.in_flight.tokens)
+        answer = await self._parts.client.prefill(marker, ids, timeout)
+        violation = judge_answer(marker, answer)
+        if violation is not None:
+            raise ViolatedError(marker, violation)
+
+    async def _pair(self, marker: Marker) -> Dump:
+        """Looks the dump up by its marker, and by nothing else. An answer without its dump violates `published`."""
+        deadline = self._settings.dump_deadline_s
+        try:
+            async with asyncio.timeout(deadline):
+                await self._parts.dumps.arrival(marker)
+        except TimeoutError:
+            raise ViolatedError(marker, Violation("published", f"no dump within {deadline:.1f} s of a 200 answer")) from None
+        self._parts.admission.advanced()
+        return self._parts.dumps.open(marker)
+
+    async def _store(
+        self, lease: Lease, marker: Marker, epoch: LiveEpoch, dump: Dump, watch: StopWatch, *, adopted: bool
+    ) -> None:
+        """Validates, writes and commits a dump; only then drops it from the dump directory."""
+        try:
+            await self._validate(marker, epoch, dump)
+            watch.lap("validate")
+            epoch.check()
+            size = self._settings.shard_bytes(lease.sample.tokens)
+            receipt = await self._parts.writer.write(lease.sample.index, marker, dump.states, size)
+            watch.lap("write")
+        finally:
+            dump.close()
+        await self._parts.writer.commit(Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted))
+        self._parts.dumps.remove(marker)
+
+    async def _validate(self, marker: Marker, epoch: LiveEpoch, dump: Dump) -> None:
+        """Judges every invariant of the dump. Raises ViolatedError for the first that does not hold."""
+        expected = self._parts.samples.input_ids(marker.index)
+        content = await asyncio.to_thread(self._parts.measure, dump.states, dump.input_ids, expected)
+        settings = self._settings
+        violation = judge_dump(Evidence(marker, epoch.id, settings.spec, settings.hidden_size, dump.header, content))
+        if violation is not None:
+            raise ViolatedError(marker, violation)
+
+    # --- intake -----------------------------------------------------------------------------------------------------
+
+    async def _take_in(self, attempts: asyncio.TaskGroup) -> None:
+        """Starts an attempt for each lease, as soon as every budget has room for it."""
+        await self._adopt_leftovers()
+        while (lease := await self._next_lease()) is not None:
+            await self._parts.pace.acquire()
+            place = await self._parts.admission.enter(lease.sample.tokens, self.dump_bytes(lease.sample.tokens))
+            try:
+                epoch = await self._parts.engine.ready()
+            except BaseException:
+                place.cleared()
+                raise
+            self._attempts += 1
+            attempts.create_task(self._attempt(lease, epoch, place))
+
+    async def _next_lease(self) -> Lease | None:
+        """The next lease; None when nothing is pending. While attempts are under way that may come back, it waits."""
+        while not self._leases:
+            self._returned.clear()
+            self._leases = (await self._parts.ledger.acquire(self._settings.leases))[::-1]
+            if not self._leases:
+                if self._attempts == 0:
+                    return None
+                await self._returned.wait()
+        return self._leases.pop()
+
+    def dump_bytes(self, tokens: int) -> int:
+        """Bytes that the dump of a prompt of `tokens` takes in the dump directory, in whole pages with its header's."""
+        data = tokens * (bytes_per_token(self._settings.spec, self._settings.hidden_size) + ID_BYTES)
+        return ALIGNMENT * (1 + -(-data // ALIGNMENT))
+
+    # --- when a step fails ------------------------------------------------------------------------------------------
+
+    async def _attempt(self, lease: Lease, epoch: LiveEpoch, place: Place) -> None:
+        """One attempt, whatever becomes of it: its marker is settled, its place free, its sample accounted for."""
+        marker = Marker(self._settings.run, lease.sample.index, lease.attempt, lease.sample.tokens)
+        self._outstanding.add(marker)
+        try:
+            await self._extract(lease, marker, epoch, place)
+        except EngineError as error:
+            await self._give_back(lease, epoch, error)
+        except SampleError as error:
+            await self._failed(lease, marker, epoch, error)
+        finally:
+            self._outstanding.settle(marker)
+            place.cleared()
+            self._attempts -= 1
+            self._returned.set()
+
+    async def _give_back(self, lease: Lease, epoch: LiveEpoch, error: EngineError) -> None:
+        """The attempt ended by the server's fault: the sample goes back to the queue and nothing is held against it."""
+        if error.kind in CONGESTION:
+            self._parts.observer.error_met(error.kind, error.message)
+            await self._parts.clock.sleep(PAUSE_S)
+        elif error.kind != "epoch_void":
+            self._parts.on_server_lost(epoch, error)
+        await self._parts.ledger.give_back([lease])
+
+    async def _failed(self, lease: Lease, marker: Marker, epoch: LiveEpoch, error: SampleError) -> None:
+        """The attempt failed: the sample is retried or quarantined by the policy table, with the reason in the ledger."""
+        reason = error.violation.invariant if isinstance(error, ViolatedError) else error.kind
+        if reason in UNFINISHED:
+            # A dying server drops its connections before its death is known; so the verdict is awaited for a moment.
+            try:
+                async with asyncio.timeout(PAUSE_S):
+                    await epoch.voided()
+            except TimeoutError:
+                pass
+            else:
+                await self._parts.ledger.give_back([lease])
+                return
+        if isinstance(error, ViolatedError):
+            self._parts.observer.violation(marker, reason, error.violation.evidence)
+        self._parts.on_violation(epoch, reason)
+        if reason in UNFINISHED:
+            await self._parts.client.abort(marker)
+        quarantine = on_failure(reason, lease.failures + 1, self._settings.retries) is Action.QUARANTINE
+        await self._parts.ledger.fail(lease, marker, epoch.id, reason, error.message, quarantine=quarantine)
+        self._parts.observer.attempt_failed(marker, reason, error.message, quarantine)
+        self._parts.dumps.remove(marker)
+
+    # --- what earlier attempts left ---------------------------------------------------------------------------------
+
+    async def _adopt_leftovers(self) -> None:
+        """Stores the dumps that an earlier life of hsx had asked this very epoch for and did not commit.
+
+        Runs before the first lease is taken, so that no sample is adopted and asked for at once.
+        """
+        epoch = await self._parts.engine.ready()
+        found: dict[int, list[Marker]] = {}
+        for marker in self._settled():
+            found.setdefault(marker.index, []).append(marker)
+        async with asyncio.TaskGroup() as group:
+            for markers in found.values():
+                group.create_task(self._adopt(epoch, markers))
+
+    async def _adopt(self, epoch: LiveEpoch, markers: list[Marker]) -> None:
+        """Stores the newest sound dump of one sample; removes the others."""
+        for marker in sorted(markers, key=lambda m: -m.attempt):
+            known = await self._parts.ledger.attempts_of(marker.index)
+            if known is not None and known[0] == "pending":
+                lease = known[1]
+                try:
+                    if marker.tokens == lease.sample.tokens and marker.attempt <= lease.attempt:
+                        dump = self._parts.dumps.open(marker)
+                        await self._store(lease, marker, epoch, dump, StopWatch(self._parts.clock), adopted=True)
+                except FileNotFoundError:
+                    pass  # only an error file stands under this marker
+                except SampleError as error:
+                    self._parts.observer.error_met(error.kind, f"not adopted: {error.message}")
+                except EngineError:
+                    return  # the epoch ended: its dumps are void, and are swept with its folder
+            self._parts.dumps.remove(marker)
+
+    async def _sweep(self) -> None:
+        """Removes late dumps of attempts that were given up: an aborted or timed-out request may still be published."""
+        while True:
+            await self._parts.clock.sleep(SWEEP_S)
+            if self._attempts:  # before the first attempt there may be dumps that are being adopted
+                self.sweep()
+
+    def sweep(self) -> None:
+        """Removes every dump of this run whose attempt is over."""
+        for marker in self._settled():
+            self._parts.dumps.remove(marker)
+
+    def _settled(self) -> list[Marker]:
+        """Markers of this run, canaries aside, that have a dump and no attempt under way."""
+        standings = map(self._outstanding.standing, self._parts.dumps.names())
+        return [m for standing, m in standings if standing is Standing.SETTLED and m is not None and not m.canary]

@@ -1,0 +1,203 @@
+"""The engine's life: starts or finds the server, passes it through the boot gate, and restarts it when its epoch is void.
+
+Drives the table in `hsx.core.lifecycle`. Nothing else starts or stops a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hsx.core.invariants import Violation
+from hsx.core.lifecycle import Event, State, step
+from hsx.epoch import LiveEpoch
+from hsx.errors import EngineError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from hsx.core.epoch import CaptureReport, EpochRecord
+    from hsx.core.restart import RestartPolicy
+    from hsx.ports import Clock, Dumps, EngineClient, EngineOwner, Ledger, Observer
+
+T = TypeVar("T")
+
+HOPELESS = frozenset({"server_refused", "capture_off"})
+"""Errors at boot that another start with the same settings cannot mend."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorParts:
+    """The supervisor's collaborators; see `hsx.ports`."""
+
+    owner: EngineOwner
+    client: EngineClient
+    dumps: Dumps
+    ledger: Ledger
+    observer: Observer
+    clock: Clock
+    gate: Callable[[EpochRecord], Awaitable[CaptureReport]]
+    """Passes a fit server, and raises for any other."""
+    on_report: Callable[[CaptureReport], Awaitable[None]]
+    """Hears what the server captures, before the epoch becomes ready."""
+
+
+class Supervisor:
+    """One engine's supervisor. `run` must be running for `ready` to return.
+
+    Args:
+        run_id: the job's 8 hex digits: whose leftovers are swept.
+        parts: see there.
+        policy: when to restart.
+        start_timeout_s: longest time from the start of a server to its first answer.
+        stop_grace_s: how long a server may take to end.
+    """
+
+    def __init__(
+        self, run_id: str, parts: SupervisorParts, policy: RestartPolicy, *, start_timeout_s: float, stop_grace_s: float
+    ) -> None:
+        self._run_id = run_id
+        self._parts = parts
+        self._policy = policy
+        self._start_timeout_s = start_timeout_s
+        self._stop_grace_s = stop_grace_s
+        self._state = State.STOPPED
+        self._epoch: LiveEpoch | None = None
+        self._changed = asyncio.Event()
+        self._voided: set[str] = set()
+
+    @property
+    def state(self) -> State:
+        """Where the engine is in its life."""
+        return self._state
+
+    @property
+    def epoch(self) -> LiveEpoch | None:
+        """The current epoch; None unless the engine is READY."""
+        return self._epoch
+
+    async def ready(self) -> LiveEpoch:
+        """The current epoch, once there is one."""
+        while self._epoch is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._epoch
+
+    def void(self, epoch: LiveEpoch, violation: Violation) -> None:
+        """Declares an epoch void: what is inside it ends at once, and the engine is restarted."""
+        epoch.void(violation)
+
+    async def run(self) -> None:
+        """Keeps an engine ready until cancelled; then stops it, where hsx owns it.
+
+        Raises:
+            RunError: `restart_budget` when restarts are spent; `server_refused` or `capture_off` for a server that no restart
+                would mend.
+        """
+        self._go(Event.START)
+        try:
+            while True:
+                violation = await self._one_life()
+                await self._parts.owner.stop(self._stop_grace_s)
+                await self._back_off(violation)
+        finally:
+            if self._state is not State.DRAINING:
+                self._go(Event.DRAIN)
+            await self._parts.owner.stop(self._stop_grace_s)
+            self._go(Event.STOPPED)
+
+    async def _one_life(self) -> Violation:
+        """From start to the verdict that ends the epoch."""
+        try:
+            epoch, continued = await self._boot()
+        except EngineError as error:
+            if error.kind in HOPELESS:
+                self._go(Event.REFUSED, error.message)
+                raise RunError(error.kind, error.message) from error
+            self._go(Event.VOIDED, error.message)
+            return Violation("alive", error.message)
+        self._epoch = epoch
+        self._go(Event.GATE_PASSED)
+        self._parts.observer.epoch_began(epoch.id, continued)
+        self._changed.set()
+        try:
+            violation = await self._verdict(epoch)
+        finally:
+            self._epoch = None
+        self._voided.add(epoch.id)
+        self._go(Event.VOIDED, f"{violation.invariant}: {violation.evidence}")
+        await self._parts.ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
+        return violation
+
+    async def _boot(self) -> tuple[LiveEpoch, bool]:
+        parts = self._parts
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                record = await self._start()
+                await _first(self._answering(), self._ended())
+        except TimeoutError:
+            raise EngineError(
+                "server_start_failed",
+                f"the server gave no answer within {self._start_timeout_s:.0f} s (engine.start_timeout_s)",
+            ) from None
+        report = await parts.gate(record)
+        await parts.on_report(report)
+        continued = await parts.ledger.epoch_began(record)
+        parts.dumps.sweep_other_epochs(record.epoch, self._run_id)
+        return LiveEpoch(record), continued
+
+    async def _start(self) -> EpochRecord:
+        """A server whose epoch is not void. One that hsx may not restart is waited for until somebody else has."""
+        while (record := await self._parts.owner.start()).epoch in self._voided:
+            await self._parts.clock.sleep(POLL_S)
+        self._parts.dumps.enter(record.epoch)
+        return record
+
+    async def _answering(self) -> None:
+        while not await self._parts.client.answers():
+            await self._parts.clock.sleep(POLL_S)
+
+    async def _ended(self) -> None:
+        raise EngineError("server_start_failed", await self._parts.owner.ended())
+
+    async def _verdict(self, epoch: LiveEpoch) -> Violation:
+        """Waits for the epoch's end: voided by a judge, or the server's death."""
+
+        async def died() -> Violation:
+            return Violation("alive", await self._parts.owner.ended())
+
+        violation = await _first(epoch.voided(), died())
+        epoch.void(violation)
+        return violation
+
+    async def _back_off(self, violation: Violation) -> None:
+        delay = self._policy.next_delay(self._parts.clock.monotonic(), random.random())
+        if delay is None:
+            self._go(Event.BUDGET_SPENT, violation.evidence)
+            raise RunError(
+                "restart_budget",
+                f"the server needed more restarts than the budget allows ({self._policy.used} in the window, "
+                f"watchdog.restart_budget); the last reason: {violation.invariant}: {violation.evidence}",
+            )
+        self._parts.observer.engine_restarted(violation.invariant, violation.evidence, 0, delay)
+        await self._parts.clock.sleep(delay)
+        self._go(Event.RETRY_AFTER)
+
+    def _go(self, event: Event, reason: str = "") -> None:
+        self._state = step(self._state, event)
+        self._parts.observer.engine_state(self._state, reason)
+
+
+async def _first(*steps: Coroutine[Any, Any, T]) -> T:
+    """The result of the step that ends first, or its error; the others are cancelled."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,198 @@
+"""From validated states to committed samples: per-root writer threads, and the group commit.
+
+The order is the promise. A shard is written and synced under a partial name and renamed (`Root.write`); the folders of a
+group's roots are synced; one ledger transaction commits the group; only then is a sample shown in the union view, and only
+after that may its caller drop the dump.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hsx.core.placement import RootSpace, choose
+from hsx.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.core.marker import Marker
+    from hsx.ports import Clock, Commit, Ledger, Observer, Receipt, Root, View
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """How shards are written and committed.
+
+    Attributes:
+        threads: writer threads per root.
+        group_samples: a group is committed at this size, ...
+        group_seconds: ... or this long after its first sample, whichever is first.
+        reserves: bytes that stay free, by root name.
+    """
+
+    threads: int
+    group_samples: int
+    group_seconds: float
+    reserves: dict[str, int]
+
+
+class Writer:
+    """Writes shards and commits them in groups. `run` must be running beside its callers.
+
+    Args:
+        roots: the disks.
+        view: the group's union view.
+        ledger: where commits are recorded.
+        observer: hears each committed sample and the roots' free space.
+        clock: monotonic time.
+        settings: see there.
+    """
+
+    def __init__(
+        self, roots: Sequence[Root], view: View, ledger: Ledger, observer: Observer, clock: Clock, settings: WriterSettings
+    ) -> None:
+        self._roots = {root.name: root for root in roots}
+        self._view = view
+        self._ledger = ledger
+        self._observer = observer
+        self._clock = clock
+        self._settings = settings
+        self._pending = dict.fromkeys(self._roots, 0)
+        self._lost: dict[str, RunError] = {}
+        self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[None]] | None] = asyncio.Queue()
+        self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
+        self._sync_threads = ThreadPoolExecutor(len(self._roots), "hsx-sync")
+
+    async def write(self, index: int, marker: Marker, states: NDArray[np.uint16], size: int) -> Receipt:
+        """Writes one shard on the root that placement chooses; goes to another root when one fails.
+
+        Args:
+            index: sample index.
+            marker: the attempt's marker.
+            states: bf16 bits, [tokens, L, H]; read until this returns.
+            size: bytes of the shard file, for placement.
+
+        Raises:
+            RunError: `roots_full` or `root_unusable` when no root is left that can take it.
+        """
+        while True:
+            root = await self._place(size)
+            self._pending[root.name] += size
+            try:
+                write = asyncio.get_running_loop().run_in_executor(self._threads[root.name], root.write, index, marker, states)
+                # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
+                return await _finish(write)
+            except RunError as error:
+                self._lost[root.name] = error
+                self._observer.error_met(error.kind, error.message)
+            finally:
+                self._pending[root.name] -= size
+
+    async def _place(self, size: int) -> Root:
+        spaces = []
+        for name, root in self._roots.items():
+            free = 0
+            if name not in self._lost:
+                try:
+                    free = root.free()
+                except RunError as error:
+                    self._lost[name] = error
+                    self._observer.error_met(error.kind, error.message)
+            self._observer.root_space(name, free)
+            reserve = self._settings.reserves.get(name, 0)
+            spaces.append(RootSpace(name, free, reserve, self._pending[name], usable=name not in self._lost))
+        chosen = choose(spaces, size)
+        if chosen is not None:
+            return self._roots[chosen]
+        rooms = "; ".join(f"{s.name}: {'out of service' if not s.usable else f'{s.room} bytes of room'}" for s in spaces)
+        kind = "root_unusable" if len(self._lost) == len(self._roots) else "roots_full"
+        reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
+        raise RunError(kind, f"no root can take a shard of {size} bytes ({rooms}){reasons}")
+
+    async def commit(self, entry: Commit) -> None:
+        """Returns once the sample is committed. Raises RunError when it could not be."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((entry, done))
+        await done
+
+    async def run(self) -> None:
+        """Commits groups until `close`; what was queued before that is still committed."""
+        while group := await self._next_group():
+            try:
+                await self._commit([entry for entry, _ in group])
+            except RunError as error:
+                for _, done in group:
+                    if not done.done():
+                        done.set_exception(RunError(error.kind, error.message))
+                        done.exception()  # its caller may be gone with a cancellation; this one raises in any case
+                raise
+            for _, done in group:
+                if not done.done():
+                    done.set_result(None)
+
+    async def close(self) -> None:
+        """Lets `run` end after the last group."""
+        self._queue.put_nowait(None)
+
+    def shutdown(self) -> None:
+        """Ends the threads; waits for what they are writing."""
+        for pool in (*self._threads.values(), self._sync_threads):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    async def _next_group(self) -> list[tuple[Commit, asyncio.Future[None]]]:
+        first = await self._queue.get()
+        if first is None:
+            return []
+        group = [first]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.group_seconds
+        while len(group) < self._settings.group_samples:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    entry = await self._queue.get()
+            except TimeoutError:
+                break
+            if entry is None:
+                self._queue.put_nowait(None)  # for the next call, which ends the loop
+                break
+            group.append(entry)
+        return group
+
+    async def _commit(self, group: list[Commit]) -> None:
+        loop = asyncio.get_running_loop()
+        roots = sorted({entry.receipt.root for entry in group})
+        await asyncio.gather(*(loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots))
+        await self._ledger.commit(group)  # here, and nowhere else, a sample becomes committed
+        await loop.run_in_executor(self._sync_threads, self._show, group)
+        for entry in group:
+            self._observer.sample_committed(
+                index=entry.lease.sample.index,
+                marker=entry.marker,
+                epoch=entry.epoch,
+                sequence=entry.sequence,
+                tokens=entry.lease.sample.tokens,
+                nbytes=entry.receipt.nbytes,
+                root=entry.receipt.root,
+                attempt=entry.lease.attempt,
+                timings=entry.timings,
+                adopted=entry.adopted,
+            )
+
+    def _show(self, group: list[Commit]) -> None:
+        for entry in group:
+            self._view.link(entry.lease.sample.index, entry.receipt.root)
+
+
+async def _finish(work: asyncio.Future[Receipt]) -> Receipt:
+    """Awaits thread work to its end, even through a cancellation, which is raised again afterwards."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
