@@ -1,0 +1,308 @@
+"""`hsx serve`: becomes the server, after checking its arguments and writing the epoch record.
+
+The user's own arguments stand after `--` and are passed on. What would make capture wrong or incomplete is refused here, by
+the name of the argument to change, before a large model is loaded for half an hour; the plugin and the boot gate check the
+same again from the inside. `exec` keeps the process id, so the record written before it names the server.
+
+Runs in the server's environment, where hsx is installed without its dependencies: standard library, msgspec, hsx.core,
+hsx.config and hsx.errors only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from hsx import __version__
+from hsx.core.dump import PART_SUFFIX
+from hsx.core.epoch import RECORD_NAME, EpochRecord, to_json
+from hsx.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hsx.config import Config
+
+RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
+"""Path of `server.json`, for the capture side; `hsx.capture.plugin` reads the same name."""
+PLUGIN_GROUP: Final = "sglang.srt.plugins"
+PLUGIN_NAME: Final = "hsx"
+OLDEST_SGLANG: Final = (0, 5, 11)
+"""The first version with plugins and with `set_dflash_layers_to_capture`."""
+
+_REFUSED: Final[tuple[tuple[str, str], ...]] = (
+    ("--speculative-", "a draft model's forwards cannot be told from prefills"),
+    ("--enable-return-hidden-states", "hsx takes the hidden states itself"),
+    ("--return-hidden-states-mode", "hsx takes the hidden states itself"),
+    ("--enable-return-aux-hidden-states", "it sets the captured layers, as hsx does"),
+    ("--return-aux-hidden-state-layer-ids", "it sets the captured layers, as hsx does"),
+    ("--enable-pdmux", "a prefill split over several forwards is not captured"),
+    ("--dllm-algorithm", "a diffusion model has no prefill in one direction"),
+    ("--is-embedding", "an embedding model has no logits processor, where states are taken"),
+    ("--enable-prefill-cp", "each rank would hold a part of the prompt only"),
+    ("--enable-hierarchical-cache", "a cached prefix is not computed, so it has no states"),
+    ("--enable-hicache", "a cached prefix is not computed, so it has no states"),
+    ("--enable-lmcache", "a cached prefix is not computed, so it has no states"),
+    ("--enable-flexkv", "a cached prefix is not computed, so it has no states"),
+    ("--encoder-only", "there is no language model to capture"),
+    ("--config", "its arguments would escape this check: give them here"),
+)
+"""Arguments (or their beginnings, where they end in '-') that make capture wrong, and why."""
+
+_MUST_BE: Final[tuple[tuple[tuple[str, ...], str, str], ...]] = (
+    (
+        ("--pp-size", "--pipeline-parallel-size"),
+        "1",
+        "only the last stage's layers would be captured",
+    ),
+    (("--dp-size", "--data-parallel-size", "--dp"), "1", "each rank would count its own sequence"),
+    (
+        ("--attn-cp-size", "--attention-context-parallel-size"),
+        "1",
+        "each rank would hold a part of the prompt only",
+    ),
+    (("--disaggregation-mode",), "null", "prefill and decode would run in different servers"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What is found in the server's environment.
+
+    Attributes:
+        engine_version: version of the package `sglang`; "" where it is not installed.
+        plugin: whether hsx's entry point is there for SGLang to find.
+        variables: the process's environment variables.
+    """
+
+    engine_version: str
+    plugin: bool
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is about to be executed.
+
+    Attributes:
+        command: the interpreter and its arguments.
+        variables: environment variables to set; the record's own path is added when it is written.
+        host: address that the server binds.
+        port: its HTTP port.
+        model: model path as given to it.
+        revision: model revision, or "".
+        engine_version: version of SGLang, or of hsx for the reference engine.
+    """
+
+    command: tuple[str, ...]
+    variables: dict[str, str]
+    host: str
+    port: int
+    model: str
+    revision: str
+    engine_version: str
+
+
+def plan_launch(config: Config, args: Sequence[str], found: Environment) -> Launch:
+    """Checks the server's arguments and completes them from the job file.
+
+    Model path, revision, host and port come from the job file where `args` has none.
+
+    Raises:
+        RunError: kind `serve_refused`; one line for each argument that is to be changed.
+    """
+    given = _options(args)
+    problems = _model_problems(config, given)
+    reference = config.engine.kind == "reference"
+    if not reference:
+        problems += _environment_problems(found) + _capture_problems(given)
+    port_text = _last(given, ("--port",)) or str(config.engine.port)
+    if not port_text.isdecimal() or not 1 <= int(port_text) <= 65535:
+        problems.append(f"--port is {port_text!r}; expected 1 to 65535")
+    if problems:
+        raise RunError("serve_refused", "the server cannot be started for capture:\n" + "\n".join(f"  {p}" for p in problems))
+    model = _last(given, _MODEL) or config.model.path
+    host = _last(given, ("--host",)) or config.engine.host
+    revision = _last(given, ("--revision",)) or config.model.revision
+    added: list[str] = []
+    for names, value in ((_MODEL, model), (("--revision",), revision), (("--host",), host), (("--port",), port_text)):
+        if value and _last(given, names) is None:
+            added += [names[0], value]
+    module = "hsx.testing.reference_engine" if reference else "sglang.launch_server"
+    return Launch(
+        command=(sys.executable, "-m", module, *args, *added),
+        variables={} if reference else _sglang_variables(found.variables),
+        host=host,
+        port=int(port_text),
+        model=model,
+        revision=revision,
+        engine_version=__version__ if reference else found.engine_version,
+    )
+
+
+def serve(config: Config, args: list[str], epoch: str | None = None) -> NoReturn:
+    """Makes the epoch's folder and record, then becomes the server. Returns only by raising.
+
+    Args:
+        config: the job file.
+        args: the server's arguments, those after `--`.
+        epoch: uuid of the new epoch; drawn where None.
+
+    Raises:
+        RunError: `serve_refused` where an argument makes capture wrong or the epoch exists already; `staging_failed` where
+            the dump directory cannot be written.
+    """
+    launch = plan_launch(config, args, look_around())
+    name = str(uuid.uuid4()) if epoch is None else epoch
+    record = write_record(config, launch, name)
+    os.environ.update(launch.variables)
+    os.environ[RECORD_VARIABLE] = str(record)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(launch.command[0], launch.command)  # noqa: S606 - the server replaces this process: no shell is involved
+
+
+def write_record(config: Config, launch: Launch, epoch: str) -> Path:
+    """Makes `<dump_dir>/<epoch>/` (mode 0700) and publishes `server.json` in it for this process. Returns its path.
+
+    Raises RunError `serve_refused` for an epoch that is no uuid or exists already, `staging_failed` for any failure to write.
+    """
+    try:
+        valid = str(uuid.UUID(epoch)) == epoch
+    except ValueError:
+        valid = False
+    if not valid:
+        raise RunError("serve_refused", f"--epoch is {epoch!r}; expected a uuid in its 36-character form")
+    folder = Path(config.staging.dump_dir).resolve() / epoch
+    record = EpochRecord(
+        epoch=epoch,
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        invocation_id=os.environ.get("INVOCATION_ID", ""),
+        command=launch.command,
+        model=launch.model,
+        revision=launch.revision,
+        layers=tuple(config.capture.layers),
+        final=config.capture.final,
+        engine=config.engine.kind,
+        engine_version=launch.engine_version,
+        plugin_version=__version__,
+        host=launch.host,
+        port=launch.port,
+    )
+    path = folder / RECORD_NAME
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        part = folder / (RECORD_NAME + PART_SUFFIX)
+        part.write_text(to_json(record), encoding="utf-8")
+        part.rename(path)
+    except FileExistsError as error:
+        raise RunError("serve_refused", f"epoch {epoch} exists already in {folder.parent}; epochs are never reused") from error
+    except OSError as error:
+        raise RunError("staging_failed", f"epoch folder {folder} cannot be written: {error.strerror}") from error
+    return path
+
+
+def look_around() -> Environment:
+    """The environment of this process, as `plan_launch` wants it."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    plugin = any(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))
+    return Environment(version, plugin, os.environ)
+
+
+def start_ticks(pid: int) -> int:
+    """When process `pid` started, in clock ticks since boot: field 22 of its stat. Raises OSError where it is gone.
+
+    The command name, field 2, may hold spaces and parentheses, so counting begins after the last closing one.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+_MODEL: Final = ("--model-path", "--model")
+
+
+def _options(args: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Pairs of option and value; a value is whatever follows the option and is no option itself."""
+    found: list[tuple[str, str | None]] = []
+    for position, argument in enumerate(args):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            following = args[position + 1] if position + 1 < len(args) else "--"
+            found.append((name, value if equals else None if following.startswith("--") else following))
+    return found
+
+
+def _last(given: list[tuple[str, str | None]], names: Sequence[str]) -> str | None:
+    """The value that counts: the last one."""
+    return next((value for name, value in reversed(given) if name in names), None)
+
+
+def _model_problems(config: Config, given: list[tuple[str, str | None]]) -> list[str]:
+    problems = []
+    model = _last(given, _MODEL)
+    if model is not None and model != config.model.path and Path(model).resolve() != Path(config.model.path).resolve():
+        problems.append(f"--model-path is {model!r}; expected {config.model.path!r}, the job's model.path")
+    revision = _last(given, ("--revision",))
+    if revision is not None and revision != config.model.revision:
+        problems.append(f"--revision is {revision!r}; expected {config.model.revision!r}, the job's model.revision")
+    return problems
+
+
+def _environment_problems(found: Environment) -> list[str]:
+    if not found.engine_version:
+        return [f"sglang is not installed in {sys.prefix}; run hsx serve with the Python of the server's environment"]
+    problems = []
+    numbers = tuple(int(part) for part in found.engine_version.split(".")[:3] if part.isdecimal())
+    if numbers < OLDEST_SGLANG:
+        oldest = ".".join(map(str, OLDEST_SGLANG))
+        problems.append(f"sglang is {found.engine_version}; expected at least {oldest}, the first with the hooks that hsx uses")
+    if not found.plugin:
+        problems.append(f"the entry point {PLUGIN_NAME} of {PLUGIN_GROUP} is missing; install hsx into {sys.prefix}")
+    return problems
+
+
+def _capture_problems(given: list[tuple[str, str | None]]) -> list[str]:
+    names = {name for name, _ in given}
+    problems = []
+    if "--disable-radix-cache" not in names:
+        problems.append("--disable-radix-cache is missing; a cached prefix is not computed, so it has no states")
+    for refused, why in _REFUSED:
+        problems += [
+            f"{name} is given; remove it: {why}"
+            for name in sorted(names)
+            if name == refused or (refused.endswith("-") and name.startswith(refused))
+        ]
+    for aliases, expected, why in _MUST_BE:
+        value = _last(given, aliases)
+        if value is not None and value != expected:
+            problems.append(f"{aliases[0]} is {value}; expected {expected}: {why}")
+    # argparse takes any unambiguous beginning of a name, which would slip past the tables above.
+    watched = [refused for refused, _ in _REFUSED] + [alias for aliases, _, _ in _MUST_BE for alias in aliases]
+    exact = {*watched, *_MODEL, "--disable-radix-cache"}
+    problems += [
+        f"{name} is short for {full}; write names in full"
+        for name in sorted(names - exact)
+        for full in watched
+        if len(name) > len("--") and full.startswith(name)
+    ]
+    return problems
+
+
+def _sglang_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What SGLang needs: cheap health checks, and our plugin on the list where there is one."""
+    found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    listed = [name.strip() for name in variables.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if listed and PLUGIN_NAME not in listed:
+        found["SGLANG_PLUGINS"] = ",".join([*listed, PLUGIN_NAME])
+    return found
