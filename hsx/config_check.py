@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.spec import CaptureSpec, ModelShape, bytes_per_token
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
+from hsx.errors import RunError
+from hsx.serve import OLDEST_SGLANG, Environment, plan_launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,7 +250,13 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
 
 
 def _server_args(loaded: LoadedConfig) -> Iterator[Finding]:
-    yield from ()
+    """What `hsx serve` would refuse in `engine.args`; what it asks of the server's environment is left to it."""
+    fit = Environment(engine_version=".".join(map(str, OLDEST_SGLANG)), plugin=True, variables={})
+    try:
+        plan_launch(loaded.config, loaded.config.engine.args, fit)
+    except RunError as error:
+        for line in error.message.splitlines()[1:]:
+            yield Finding("error", "engine.args", line.strip())
 
 
 def _status(loaded: LoadedConfig) -> Iterator[Finding]:

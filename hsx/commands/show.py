@@ -1,0 +1,62 @@
+"""`hsx show`: one sample, for a person who wants to see what was stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hsx.commands.output import emit, emit_json, table
+from hsx.config_load import load
+from hsx.exit_codes import ExitCode
+from hsx.ports import CommittedRow
+from hsx.show import SampleView, find, show
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.reader import Store
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the sample."""
+    loaded = load(args.job)
+    index = find(Store(loaded.store), args.sample)
+    view = show(loaded.store, index, _row(loaded.state_dir / FILE_NAME, index))
+    if args.json:
+        emit_json(view.as_dict())
+    else:
+        emit(describe(view))
+    return ExitCode.DONE
+
+
+def _row(ledger: Path, index: int) -> CommittedRow | None:
+    """The ledger's entry of the sample; None without a ledger, or where the sample is not committed."""
+    if not ledger.exists():
+        return None
+    with LedgerReader(ledger) as reader:
+        row = reader.sample(index)
+    if row.root is None or row.crc32c is None or row.nbytes is None or row.sequence is None or row.state != "committed":
+        return None
+    return CommittedRow(index, row.root, row.crc32c, row.nbytes, row.tokens, row.marker or "", row.epoch or "", row.sequence)
+
+
+def describe(view: SampleView) -> str:
+    """The view as text."""
+    ids = ", ".join(map(str, view.first_ids)) + (f" ... {', '.join(map(str, view.last_ids))}" if view.last_ids else "")
+    lines = [
+        f"sample    {view.index} ({view.sample_id})",
+        f"tokens    {view.tokens}, of which the loss mask keeps {view.loss_tokens}",
+        f"ids       {ids}",
+    ]
+    if not view.committed:
+        return "\n".join([*lines, "state     not committed"])
+    lines.append(f"shard     {view.shard} ({view.nbytes} bytes)")
+    if view.root is not None and view.crc32c is not None:
+        lines += [
+            f"root      {view.root}, crc32c {view.crc32c:08x}",
+            f"marker    {view.marker}",
+            f"epoch     {view.epoch}, sequence {view.sequence}",
+        ]
+    rows = [(s.name, f"{s.mean:.4g}", f"{s.smallest:.4g}", f"{s.largest:.4g}") for s in view.states]
+    return "\n".join([*lines, "", table(("state", "mean norm", "smallest", "largest"), rows)])
