@@ -1,0 +1,169 @@
+"""Ownership `spawn`: the server is a child of hsx, under a reaper that lets none of it survive hsx."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from hsx.core.epoch import RECORD_NAME, record_from_json
+from hsx.engines.process import process_alive
+from hsx.engines.reaper import KILL_NOW
+from hsx.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from hsx.core.epoch import EpochRecord
+
+_POLL_S: Final = 0.02
+_KILL_S: Final = 10.0
+_TAIL_BYTES: Final = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnPlan:
+    """What to start.
+
+    Attributes:
+        command: `hsx serve` and its own arguments, such as `[python, "-m", "hsx", "serve", "job.toml"]`; each start appends
+            `--epoch UUID -- *args`.
+        args: arguments of the server.
+        dump_dir: where the server writes `<epoch>/server.json`.
+        log_file: gets the server's output, appended.
+        env: variables added to hsx's environment.
+        record_timeout_s: longest time from start to the record, which is written before the server loads anything.
+    """
+
+    command: Sequence[str]
+    args: Sequence[str] = ()
+    dump_dir: Path
+    log_file: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    record_timeout_s: float = 120.0
+
+
+class SpawnOwner:
+    """Starts and ends the server; implements `hsx.ports.EngineOwner`."""
+
+    def __init__(self, plan: SpawnPlan) -> None:
+        self._plan = plan
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
+
+    @property
+    def restarts(self) -> bool:
+        """See the port."""
+        return True
+
+    async def start(self) -> EpochRecord:
+        """See the port.
+
+        Must be called on the main thread: the kernel reports the death of the *thread* that forked. Raises EngineError
+        `server_start_failed`, with the end of the server's output, where the process ends or writes no record in time; nothing
+        of it is left running then, nor when this is cancelled.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a server must be spawned from the main thread, whose death its reaper is told of")
+        if self._process is not None and self._process.returncode is None:
+            raise RuntimeError("the server of the last start still runs; stop it first")
+        plan, epoch = self._plan, str(uuid.uuid4())
+        command = [*plan.command, "--epoch", epoch, "--", *plan.args]
+        record_file = plan.dump_dir / epoch / RECORD_NAME
+        try:
+            await self._launch(command)
+            async with asyncio.timeout(plan.record_timeout_s):
+                while (record := await asyncio.to_thread(_alive_record, record_file)) is None:
+                    self._raise_if_ended(command)
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            await self.stop(0)
+            raise self._failed(f"wrote no {record_file} within {plan.record_timeout_s:g} s", command) from error
+        except BaseException:
+            await self.stop(0)
+            raise
+        return record
+
+    async def ended(self) -> str:
+        """See the port."""
+        if self._process is None:
+            raise RuntimeError("no server was started")
+        status = await self._process.wait()
+        last = self._tail().rstrip().rpartition("\n")[2]
+        return f"server {_how(status)}; the last line of {self._plan.log_file} is {last!r}"
+
+    async def stop(self, grace_s: float) -> None:
+        """See the port."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        steps = [(signal.SIGTERM, grace_s)] if grace_s > 0 else []
+        for number, seconds in (*steps, (KILL_NOW, _KILL_S), (signal.SIGKILL, _KILL_S)):
+            if process.returncode is None:
+                process.send_signal(number)
+            try:
+                async with asyncio.timeout(seconds):
+                    await process.wait()
+            except TimeoutError:
+                continue
+            return
+
+    async def _launch(self, command: list[str]) -> None:
+        plan = self._plan
+        output = await asyncio.to_thread(_open_log, plan.log_file)
+        try:
+            self._log_start = os.fstat(output).st_size
+            # A session of its own: Ctrl-C in the terminal is hsx's to handle, which drains before it stops the server.
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "hsx.engines.reaper", str(os.getpid()), *command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **plan.env},
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+
+    def _raise_if_ended(self, command: list[str]) -> None:
+        if self._process is not None and self._process.returncode is not None:
+            raise self._failed(_how(self._process.returncode), command)
+
+    def _failed(self, how: str, command: list[str]) -> EngineError:
+        return EngineError(
+            "server_start_failed",
+            f"server {how} before it was ready; command: {' '.join(command)}; end of {self._plan.log_file}:\n{self._tail()}",
+        )
+
+    def _tail(self) -> str:
+        """The end of what the server has written since its start."""
+        with self._plan.log_file.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - _TAIL_BYTES))
+            return log.read().decode("utf-8", "replace")
+
+
+def _alive_record(path: Path) -> EpochRecord | None:
+    try:
+        record = record_from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    return record if process_alive(record) else None
+
+
+def _open_log(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _how(status: int) -> str:
+    number = -status if status < 0 else status - 128
+    if 0 < number < signal.NSIG and number in set(signal.Signals):
+        return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit status {status}"
