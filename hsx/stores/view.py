@@ -42,9 +42,8 @@ class UnionView:
 
         Raises RunError `store_unwritable`, or `store_invalid` for an unknown root.
         """
-        key = shard_key(index)
-        target = str(self._info.folder(root) / key)
-        path = self._folder / key
+        path = self.path(index)
+        target = str(self._info.folder(root) / path.name)
         try:
             try:
                 path.symlink_to(target)
@@ -66,10 +65,14 @@ class UnionView:
                 made += 1
         return made
 
+    def path(self, index: int) -> Path:
+        """Where the link of sample `index` is, or would be."""
+        return self._folder / shard_key(index)
+
     def target(self, index: int) -> Path | None:
         """Where the link of sample `index` points; None where there is none."""
         with suppress(OSError):
-            return (self._folder / shard_key(index)).readlink()
+            return self.path(index).readlink()
         return None
 
     def indices(self) -> NDArray[np.int64]:

@@ -1,0 +1,137 @@
+"""One sample of a store, described for a person: its ids, the norms of its states, and where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hsx.errors import RunError
+from hsx.stores.reader import Store
+from hsx.stores.view import UnionView
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+    from hsx.ports import CommittedRow
+
+IDS: Final = 8
+_BLOCK: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StateNorms:
+    """Euclidean norms of one state's rows, over all tokens."""
+
+    name: str
+    mean: float
+    smallest: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """What there is to say of one sample.
+
+    Attributes:
+        index: its index in the store.
+        sample_id: its id.
+        tokens: length of its prompt.
+        loss_tokens: tokens that the loss mask keeps.
+        first_ids: the first `IDS` ids.
+        last_ids: the last `IDS` ids; empty where `first_ids` holds all.
+        committed: whether the union view shows it; without that, there are no norms and no place.
+        states: norms of each state, in stored order.
+        shard: path of its shard.
+        nbytes: size of the shard file.
+        root: root that the ledger names, as the next four; None without a ledger row.
+        crc32c: of the payload.
+        marker: of the attempt that was committed.
+        epoch: of the server that computed it.
+        sequence: the capture counter.
+    """
+
+    index: int
+    sample_id: str
+    tokens: int
+    loss_tokens: int
+    first_ids: list[int]
+    last_ids: list[int]
+    committed: bool
+    states: list[StateNorms]
+    shard: str | None
+    nbytes: int | None
+    root: str | None
+    crc32c: int | None
+    marker: str | None
+    epoch: str | None
+    sequence: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The view as JSON values."""
+        return asdict(self)
+
+
+def show(store_path: str | PathLike[str], key: int | str, row: CommittedRow | None = None) -> SampleView:
+    """Looks at one sample.
+
+    Args:
+        store_path: the store.
+        key: index or id; text that is no id but a decimal number is taken as an index.
+        row: the ledger's entry, if there is one.
+
+    Raises:
+        RunError: `sample_unknown`, `store_invalid` (no store, or a damaged shard).
+    """
+    store = Store(store_path)
+    index = find(store, key)
+    ids = store.input_ids_numpy(index).tolist()
+    committed = index in store
+    shard = UnionView(store.info).target(index) if committed else None
+    norms = row_norms(store.hidden_states_numpy(index)) if committed else None
+    return SampleView(
+        index=index,
+        sample_id=store.sample_id(index),
+        tokens=len(ids),
+        loss_tokens=int(store.loss_mask_numpy(index).sum()),
+        first_ids=ids[:IDS],
+        last_ids=ids[max(len(ids) - IDS, IDS) :],
+        committed=committed,
+        states=[] if norms is None else _summaries(store.state_names, norms),
+        shard=str(shard) if shard is not None else None,
+        nbytes=shard.stat().st_size if shard is not None else None,
+        root=row.root if row else None,
+        crc32c=row.crc32c if row else None,
+        marker=row.marker if row else None,
+        epoch=row.epoch if row else None,
+        sequence=row.sequence if row else None,
+    )
+
+
+def find(store: Store, key: int | str) -> int:
+    """The index of a sample given as on a command line: an id, or else an index. Raises RunError `sample_unknown`."""
+    try:
+        return store.index(key)
+    except RunError:
+        if isinstance(key, str) and key.isdecimal():
+            return store.index(int(key))
+        raise
+
+
+def row_norms(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
+    """Euclidean norm of each row: float64 [tokens, L] from bf16 bits [tokens, L, H]."""
+    norms = np.empty(bits.shape[:2], np.float64)
+    for start in range(0, len(bits), _BLOCK):
+        values = (bits[start : start + _BLOCK].astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        norms[start : start + _BLOCK] = np.sqrt(np.einsum("tlh,tlh->tl", values, values))
+    return norms
+
+
+def _summaries(names: tuple[str, ...], norms: NDArray[np.float64]) -> list[StateNorms]:
+    return [
+        StateNorms(name, float(column.mean()), float(column.min()), float(column.max()))
+        for name, column in zip(names, norms.T, strict=True)
+    ]
