@@ -13,12 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -182,7 +183,7 @@ def _write_tokenizer(reader: Any, folder: Path) -> None:  # noqa: ANN401 - gguf 
     tokenizer.save(str(folder / "tokenizer.json"))
 
     def named(key: str) -> str:
-        return tokens[_field(reader, f"tokenizer.ggml.{key}_token_id")]
+        return tokens[int(_field(reader, f"tokenizer.ggml.{key}_token_id"))]
 
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,0 +1,157 @@
+"""Reading the dataset once, into the store's token index."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+from hsx.errors import RunError
+from hsx.ports import BadRow
+from hsx.stores.token_writer import TokenTableWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from typing import TextIO
+
+    from hsx.ports import Dataset
+    from hsx.stores.tokens import TokenTable
+
+SHOWN: Final = 50
+BAD_ROWS_FILE: Final = "bad-rows.jsonl"
+PROGRESS_ROWS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSummary:
+    """What the index holds.
+
+    Attributes:
+        samples: usable rows.
+        tokens: tokens of all samples.
+        longest: tokens of the longest one.
+        rejected: bad rows that were skipped.
+        histogram: samples by length bucket: the key is the bucket's upper bound in tokens, a power of two.
+    """
+
+    samples: int
+    tokens: int
+    longest: int
+    rejected: int
+    histogram: dict[int, int]
+
+
+def bucket_of(tokens: int) -> int:
+    """Upper bound of the length bucket of a sample: the smallest power of two that is at least `tokens`."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+def build_index(
+    dataset: Dataset,
+    group: Path,
+    on_bad_row: Literal["refuse", "skip"],
+    on_reject: Callable[[BadRow], None],
+    progress: Callable[[int, int], None],
+    state_dir: Path,
+) -> IndexSummary:
+    """Reads the dataset front to back and writes the token index of the group. Blocks; memory does not grow with the rows.
+
+    Args:
+        dataset: where rows come from.
+        group: folder of the store's Zarr group; made when it is missing.
+        on_bad_row: `refuse` reads on to the end to find all bad rows, and then writes nothing.
+        on_reject: with `skip`, called with each bad row in file order, after the last row was read and before the index becomes
+            complete: what it records may be recorded again after a crash in between.
+        progress: called now and then with (rows read, tokens so far).
+        state_dir: the complete list of bad rows is written here, to `bad-rows.jsonl`; removed when there is none.
+
+    Raises:
+        RunError: `dataset_rejected` (its message lists the first 50 bad rows and names the file with all of them),
+            `dataset_empty`, `dataset_unreadable`, `store_invalid`.
+    """
+    histogram: dict[int, int] = {}
+    rows = tokens = longest = samples = 0
+    with _BadRows(state_dir / BAD_ROWS_FILE) as bad, TokenTableWriter(group) as writer:
+        for rows, row in enumerate(dataset, 1):
+            if isinstance(row, BadRow):
+                bad.add(row)
+            elif on_bad_row == "skip" or not bad.count:  # after a refusal only bad rows are looked for
+                writer.add(row)
+                length = len(row.input_ids)
+                samples, tokens, longest = samples + 1, tokens + length, max(longest, length)
+                histogram[bucket_of(length)] = histogram.get(bucket_of(length), 0) + 1
+            if rows % PROGRESS_ROWS == 0:
+                progress(rows, tokens)
+        progress(rows, tokens)
+        bad.close()
+        if bad.count and on_bad_row == "refuse":
+            raise RunError("dataset_rejected", bad.message(rows))
+        if not samples:
+            reason = f"; all {rows} rows are bad, see {bad.path}" if bad.count else ""
+            raise RunError("dataset_empty", f"the dataset has no usable row; expected at least one{reason}")
+        summary = IndexSummary(samples, tokens, longest, bad.count, dict(sorted(histogram.items())))
+        for rejected in bad.rows():
+            on_reject(rejected)
+        writer.finish(
+            dataset.fingerprint(), {"rejected": bad.count, "histogram": {str(k): n for k, n in summary.histogram.items()}}
+        )
+    return summary
+
+
+def read_summary(table: TokenTable) -> IndexSummary:
+    """The summary of an index that was built before."""
+    record: dict[str, Any] = table.record
+    histogram = {int(key): int(value) for key, value in record["histogram"].items()}
+    return IndexSummary(table.count, table.total_tokens, int(record["longest"]), int(record["rejected"]), histogram)
+
+
+def recorded_bad_rows(state_dir: Path) -> Iterator[BadRow]:
+    """The bad rows that the last `build_index` met, in file order; none where it met none."""
+    path = state_dir / BAD_ROWS_FILE
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield BadRow(**json.loads(line))
+
+
+class _BadRows:
+    """All bad rows, on disk; the first ones also in memory, for the message."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self._first: list[BadRow] = []
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        self.path.unlink(missing_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, row: BadRow) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
+        self._file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+        self.count += 1
+        if len(self._first) < SHOWN:
+            self._first.append(row)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def rows(self) -> Iterator[BadRow]:
+        return recorded_bad_rows(self.path.parent)
+
+    def message(self, rows: int) -> str:
+        lines = [f"{self.count} of {rows} rows are bad (all listed in {self.path}; on_bad_row = 'skip' leaves them out):"]
+        for row in self._first:
+            name = f" id {row.sample_id!r}" if row.sample_id else ""
+            lines.append(f"  line {row.line}{name}: {row.reason}: {row.message}")
+        if self.count > len(self._first):
+            lines.append(f"  ... and {self.count - len(self._first)} more")
+        return "\n".join(lines)

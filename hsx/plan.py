@@ -1,0 +1,215 @@
+"""What a job will take: tokens, bytes per root, staging, hours. Arithmetic on the samples' lengths; nothing is written."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hsx.core.dump import ID_BYTES
+from hsx.core.layout import PAGE, StoreLayout, round_up
+from hsx.core.spec import CaptureSpec, bytes_per_token
+from hsx.index import bucket_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from hsx.core.placement import RootSpace
+
+TB: Final = 10**12
+TIB: Final = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Samples of `lower` to `upper` tokens."""
+
+    lower: int
+    upper: int
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RootPlan:
+    """One root's part; sizes in bytes.
+
+    Attributes:
+        name: the root.
+        free: free on its file system now.
+        reserve: what must stay free.
+        samples: shards that placement gives it.
+        nbytes: their files, with checksums and padding.
+    """
+
+    name: str
+    free: int
+    reserve: int
+    samples: int
+    nbytes: int
+
+    @property
+    def left(self) -> int:
+        """Bytes above the reserve when the job is done."""
+        return self.free - self.reserve - self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The forecast of a job; sizes in bytes.
+
+    Attributes:
+        samples: to be extracted.
+        tokens: of all of them.
+        longest: tokens of the longest.
+        rejected: bad rows left out.
+        buckets: samples and tokens by length, shortest first.
+        bytes_per_token: payload of one token.
+        payload_bytes: payload of all tokens.
+        file_bytes: shard files of all samples, with checksums, padding and indexes.
+        roots: each root's part.
+        unplaced: samples that no root has room for.
+        dump_bytes: the largest dump.
+        staging_bytes: the budget for dumps.
+        tokens_per_s: the rate that `hours` is reckoned with, if one is known.
+        rate_source: where that rate comes from: `given`, `measured` or "".
+    """
+
+    samples: int
+    tokens: int
+    longest: int
+    rejected: int
+    buckets: tuple[Bucket, ...]
+    bytes_per_token: int
+    payload_bytes: int
+    file_bytes: int
+    roots: tuple[RootPlan, ...]
+    unplaced: int
+    dump_bytes: int
+    staging_bytes: int
+    tokens_per_s: float | None
+    rate_source: str
+
+    @property
+    def fits(self) -> bool:
+        """Every sample has a root, and the largest dump is within the staging budget."""
+        return self.unplaced == 0 and self.dump_bytes <= self.staging_bytes
+
+    @property
+    def hours(self) -> float | None:
+        """Time that all tokens take at the rate; None without one."""
+        return self.tokens / self.tokens_per_s / 3600 if self.tokens_per_s else None
+
+    def problems(self) -> list[str]:
+        """Sentences on what does not fit; empty when everything does."""
+        found = []
+        if self.unplaced:
+            room = sum(max(0, root.free - root.reserve) for root in self.roots)
+            found.append(
+                f"the roots have room for {self.samples - self.unplaced} of {self.samples} samples: {self.file_bytes} bytes "
+                f"are needed, {room} are free above the reserves"
+            )
+        if self.dump_bytes > self.staging_bytes:
+            found.append(
+                f"staging.max_bytes is {self.staging_bytes}; the longest sample ({self.longest} tokens) has a dump of "
+                f"{self.dump_bytes} bytes"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as JSON values, with what is derived from it."""
+        return {
+            **asdict(self),
+            "roots": [{**asdict(root), "left": root.left} for root in self.roots],
+            "payload_tb": self.payload_bytes / TB,
+            "payload_tib": self.payload_bytes / TIB,
+            "file_tb": self.file_bytes / TB,
+            "file_tib": self.file_bytes / TIB,
+            "hours": self.hours,
+            "fits": self.fits,
+            "problems": self.problems(),
+        }
+
+
+def plan(
+    lengths: NDArray[np.int64],
+    capture: CaptureSpec,
+    hidden_size: int,
+    roots: Sequence[RootSpace],
+    staging_bytes: int,
+    *,
+    rejected: int = 0,
+    tokens_per_s: float | None = None,
+    rate_source: str = "",
+) -> Plan:
+    """Plans a job.
+
+    Args:
+        lengths: int64 [samples], tokens of each sample in the order of the store; at least one sample.
+        capture: what is taken of each token.
+        hidden_size: H of the model.
+        roots: name, free bytes and reserve of each root; `pending` is 0 for a fresh job.
+        staging_bytes: `staging.max_bytes`.
+        rejected: bad rows that were left out.
+        tokens_per_s: a rate, if one is known.
+        rate_source: `given` or `measured`.
+    """
+    longest = int(lengths.max())
+    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size)
+    chunks = -(-lengths // layout.chunk_tokens)
+    # A shard's size depends on its number of inner chunks alone; a whole last chunk would pass the longest sample.
+    sizes = {count: layout.file_bytes(min(count * layout.chunk_tokens, longest)) for count in np.unique(chunks).tolist()}
+    shards = [sizes[count] for count in chunks.tolist()]
+    placed, unplaced = _place(roots, shards)
+    token_bytes = bytes_per_token(capture, hidden_size)
+    return Plan(
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        longest=longest,
+        rejected=rejected,
+        buckets=_buckets(lengths),
+        bytes_per_token=token_bytes,
+        payload_bytes=int(lengths.sum()) * token_bytes,
+        file_bytes=sum(shards),
+        roots=placed,
+        unplaced=unplaced,
+        # a page of header, the states, and the ids, on whole pages of the tmpfs
+        dump_bytes=PAGE + round_up(longest * (token_bytes + ID_BYTES), PAGE),
+        staging_bytes=staging_bytes,
+        tokens_per_s=tokens_per_s,
+        rate_source=rate_source if tokens_per_s else "",
+    )
+
+
+def _place(roots: Sequence[RootSpace], shards: list[int]) -> tuple[tuple[RootPlan, ...], int]:
+    """Deals the shards out as `hsx.core.placement.choose` would, one after the other, with a heap instead of a scan."""
+    room = [(-root.room, index) for index, root in enumerate(roots) if root.usable]
+    heapq.heapify(room)
+    count, nbytes = [0] * len(roots), [0] * len(roots)
+    unplaced = 0
+    for size in shards:
+        if not room or -room[0][0] < size:
+            unplaced += 1
+            continue
+        negative, index = room[0]
+        heapq.heapreplace(room, (negative + size, index))
+        count[index] += 1
+        nbytes[index] += size
+    return tuple(
+        RootPlan(root.name, root.free, root.reserve, count[index], nbytes[index]) for index, root in enumerate(roots)
+    ), unplaced
+
+
+def _buckets(lengths: NDArray[np.int64]) -> tuple[Bucket, ...]:
+    distinct, counts = np.unique(lengths, return_counts=True)
+    samples: dict[int, int] = {}
+    tokens: dict[int, int] = {}
+    for length, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+        upper = bucket_of(length)
+        samples[upper] = samples.get(upper, 0) + count
+        tokens[upper] = tokens.get(upper, 0) + length * count
+    return tuple(Bucket(upper // 2 + 1 if upper > 1 else 1, upper, samples[upper], tokens[upper]) for upper in sorted(samples))

@@ -1,0 +1,212 @@
+"""Writing the token index of a store; `hsx.stores.tokens` tells its form and reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from hsx.errors import RunError
+from hsx.stores.tokens import ARRAYS, ATTRIBUTE, CHUNK, FORMAT, crc_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from hsx.ports import Row
+
+
+class _ArrayWriter:
+    """Writes one array chunk by chunk; holds at most one chunk in memory."""
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
+        self._folder = folder
+        self._buffer: NDArray[Any] = np.zeros(CHUNK, dtype=dtype)
+        self._used = 0
+        self._chunks = 0
+        (folder / "c").mkdir(parents=True)
+
+    @property
+    def length(self) -> int:
+        """Elements so far."""
+        return self._chunks * CHUNK + self._used
+
+    def extend(self, values: NDArray[Any]) -> None:
+        """Appends values."""
+        end = self._used + len(values)
+        if end < CHUNK:
+            self._buffer[self._used : end] = values
+            self._used = end
+            return
+        done = 0
+        while done < len(values):
+            take = min(CHUNK - self._used, len(values) - done)
+            self._buffer[self._used : self._used + take] = values[done : done + take]
+            self._used += take
+            done += take
+            if self._used == CHUNK:
+                self._flush(CHUNK)
+
+    def append(self, value: int) -> None:
+        """Appends one value."""
+        self._buffer[self._used] = value
+        self._used += 1
+        if self._used == CHUNK:
+            self._flush(CHUNK)
+
+    def close(self) -> int:
+        """Writes what is left and returns the chunk length: shorter than `CHUNK` where one chunk holds everything."""
+        if self._chunks == 0:
+            length = max(1, self._used)
+            self._flush(length)
+            return length
+        if self._used:
+            self._buffer[self._used :] = 0
+            self._flush(CHUNK)
+        return CHUNK
+
+    def _flush(self, length: int) -> None:
+        payload = self._buffer[:length].tobytes()
+        with (self._folder / "c" / str(self._chunks)).open("xb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(payload))
+            _write_all(file.fileno(), memoryview(crc_bytes(payload)))
+            os.fsync(file.fileno())
+        self._chunks += 1
+        self._used = 0
+
+
+class TokenTableWriter:
+    """Streams rows into the token index of a group, in bounded memory. A context manager: leaving without `finish` removes what
+    was written.
+
+    Args:
+        group: folder of the Zarr group; need not exist yet.
+    """
+
+    def __init__(self, group: Path) -> None:
+        self._group = group
+        self._partial = _partial(group)
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            self._arrays = {name: _ArrayWriter(self._partial / name, dtype) for name, dtype in ARRAYS.items()}
+        except OSError as error:
+            raise self._fault(error) from error
+        self._arrays["offsets"].append(0)
+        self._arrays["sample_id_offsets"].append(0)
+        self._samples = 0
+        self._longest = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def add(self, row: Row) -> int:
+        """Appends a row and returns its sample index. Raises RunError `store_invalid` where it cannot be written."""
+        arrays = self._arrays
+        try:
+            arrays["input_ids"].extend(row.input_ids)
+            arrays["loss_mask"].extend(row.loss_mask)
+            arrays["offsets"].append(arrays["input_ids"].length)
+            arrays["sample_ids"].extend(np.frombuffer(row.sample_id.encode(), dtype=np.uint8))
+            arrays["sample_id_offsets"].append(arrays["sample_ids"].length)
+        except OSError as error:
+            raise self._fault(error) from error
+        self._samples += 1
+        self._longest = max(self._longest, len(row.input_ids))
+        return self._samples - 1
+
+    def finish(self, dataset: dict[str, str], extra: dict[str, Any]) -> None:
+        """Makes the index complete and durable, in place of an earlier one.
+
+        Args:
+            dataset: the dataset's fingerprint, recorded in the attributes.
+            extra: further JSON values for the attributes.
+
+        Raises:
+            RunError: `store_invalid` where it cannot be written.
+        """
+        record = {
+            **extra,
+            "format": FORMAT,
+            "samples": self._samples,
+            "tokens": self._arrays["input_ids"].length,
+            "longest": self._longest,
+            "dataset": dataset,
+        }
+        try:
+            for name, array in self._arrays.items():
+                length = array.length
+                _write_metadata(self._partial, name, length, array.close(), {ATTRIBUTE: record} if name == "offsets" else {})
+                _sync(self._partial / name / "c")
+                _sync(self._partial / name)
+            self._publish()
+        except OSError as error:
+            raise self._fault(error) from error
+
+    def _publish(self) -> None:
+        self._group.mkdir(parents=True, exist_ok=True)
+        if not (self._group / "zarr.json").exists():
+            import zarr
+
+            zarr.create_group(self._group, zarr_format=3)
+        for name in reversed(ARRAYS):  # `offsets` first: from here on there is no index
+            shutil.rmtree(self._group / name, ignore_errors=True)
+        _sync(self._group)
+        *others, marker = ARRAYS
+        for name in others:
+            (self._partial / name).rename(self._group / name)
+        _sync(self._group)
+        (self._partial / marker).rename(self._group / marker)
+        _sync(self._group)
+        _sync(self._group.parent)
+
+    def _fault(self, error: OSError) -> RunError:
+        return RunError("store_invalid", f"token index of {self._group} cannot be written: {error.strerror or error}")
+
+
+def _partial(group: Path) -> Path:
+    return group.with_name(group.name + ".index.partial")
+
+
+def _write_metadata(folder: Path, name: str, length: int, chunk: int, attributes: dict[str, Any]) -> None:
+    import zarr
+    from zarr.codecs import BytesCodec, Crc32cCodec
+
+    array_folder = folder / name
+    zarr.create_array(
+        array_folder,
+        shape=(length,),
+        chunks=(chunk,),
+        dtype=ARRAYS[name],
+        serializer=BytesCodec(endian="little"),
+        compressors=Crc32cCodec(),
+        filters=None,
+        fill_value=0,
+        attributes=attributes,
+        overwrite=False,
+    )
+    fd = os.open(array_folder / "zarr.json", os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(fd, content) :]
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
