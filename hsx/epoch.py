@@ -25,6 +25,8 @@ class LiveEpoch:
 
     def __init__(self, record: EpochRecord) -> None:
         self.record = record
+        self.interrupted = 0
+        """Steps of samples that were under way inside it when it was voided."""
         self._inside: set[asyncio.Task[Any]] = set()
         self._verdict: asyncio.Future[Violation] = asyncio.get_running_loop().create_future()
 
@@ -33,16 +35,12 @@ class LiveEpoch:
         """The epoch's uuid."""
         return self.record.epoch
 
-    @property
-    def inside(self) -> int:
-        """Steps of samples that are under way inside it."""
-        return len(self._inside)
-
     def void(self, violation: Violation) -> None:
         """Ends the epoch: everything inside it is cancelled and raises EngineError `epoch_void`. The first verdict stands."""
         if self._verdict.done():
             return
         self._verdict.set_result(violation)
+        self.interrupted = len(self._inside)
         for task in self._inside:
             task.cancel()
 

@@ -100,17 +100,17 @@ class Supervisor:
         self._go(Event.START)
         try:
             while True:
-                violation = await self._one_life()
+                violation, interrupted = await self._one_life()
                 await self._parts.owner.stop(self._stop_grace_s)
-                await self._back_off(violation)
+                await self._back_off(violation, interrupted)
         finally:
             if self._state is not State.DRAINING:
                 self._go(Event.DRAIN)
             await self._parts.owner.stop(self._stop_grace_s)
             self._go(Event.STOPPED)
 
-    async def _one_life(self) -> Violation:
-        """From start to the verdict that ends the epoch."""
+    async def _one_life(self) -> tuple[Violation, int]:
+        """From start to the verdict that ends the epoch, and how many samples that interrupted."""
         try:
             epoch, continued = await self._boot()
         except EngineError as error:
@@ -118,7 +118,7 @@ class Supervisor:
                 self._go(Event.REFUSED, error.message)
                 raise RunError(error.kind, error.message) from error
             self._go(Event.VOIDED, error.message)
-            return Violation("alive", error.message)
+            return Violation("alive", error.message), 0
         self._epoch = epoch
         self._go(Event.GATE_PASSED)
         self._parts.observer.epoch_began(epoch.id, continued)
@@ -130,7 +130,7 @@ class Supervisor:
         self._voided.add(epoch.id)
         self._go(Event.VOIDED, f"{violation.invariant}: {violation.evidence}")
         await self._parts.ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
-        return violation
+        return violation, epoch.interrupted
 
     async def _boot(self) -> tuple[LiveEpoch, bool]:
         parts = self._parts
@@ -173,7 +173,7 @@ class Supervisor:
         epoch.void(violation)
         return violation
 
-    async def _back_off(self, violation: Violation) -> None:
+    async def _back_off(self, violation: Violation, interrupted: int) -> None:
         delay = self._policy.next_delay(self._parts.clock.monotonic(), random.random())
         if delay is None:
             self._go(Event.BUDGET_SPENT, violation.evidence)
@@ -182,7 +182,7 @@ class Supervisor:
                 f"the server needed more restarts than the budget allows ({self._policy.used} in the window, "
                 f"watchdog.restart_budget); the last reason: {violation.invariant}: {violation.evidence}",
             )
-        self._parts.observer.engine_restarted(violation.invariant, violation.evidence, 0, delay)
+        self._parts.observer.engine_restarted(violation.invariant, violation.evidence, interrupted, delay)
         await self._parts.clock.sleep(delay)
         self._go(Event.RETRY_AFTER)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hsx.supervisor import Supervisor
 
 LOOK_S = 1.0
+WEDGED_S = 30.0
 
 
 class Watchdog:
@@ -47,11 +48,17 @@ class Watchdog:
         self._limit = window
         self._window = ViolationWindow(window)
         self._seen: LiveEpoch | None = None
+        self._looked_at = clock.monotonic()
+
+    def is_looking(self) -> bool:
+        """Whether this watchdog does its work: then a silence is either sound or about to be ended."""
+        return self._clock.monotonic() - self._looked_at < WEDGED_S
 
     async def run(self) -> None:
         """Looks once a second until cancelled."""
         while True:
             await self._clock.sleep(LOOK_S)
+            self._looked_at = self._clock.monotonic()
             epoch = self._supervisor.epoch
             if epoch is None:
                 continue

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         log = structlog.get_logger()
         for finding in warnings:
             log.warning("config.doubted", key=finding.key, message=finding.message)
-        outcome = uvloop.run(run_job(loaded, verbosity=args.verbose, progress=view))
+        outcome = uvloop.run(run_job(loaded, progress=view))
     finally:
         view.close()
     code = code_of(outcome, loaded.config.pipeline.allow_quarantined)

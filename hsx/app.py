@@ -1,0 +1,392 @@
+"""Puts a run together: the only place that names concrete classes. Start-up, run and shutdown read from top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from asyncio_throttle import Throttler
+
+from hsx.admission import Admission
+from hsx.core.admission import Limits
+from hsx.core.policy import WindowLimit
+from hsx.core.progress import ProgressLimits, deadline_s
+from hsx.core.restart import RestartLimits, RestartPolicy
+from hsx.dumps.directory import DumpDirectory
+from hsx.dumps.measure import measure
+from hsx.engines import sglang
+from hsx.engines.external import ExternalOwner
+from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.errors import RunError
+from hsx.gate import Gate
+from hsx.locks import locked
+from hsx.pipeline import Parts, Pipeline, Settings
+from hsx.prepare import OpenJob, prepare
+from hsx.progress_view import summary_line
+from hsx.status import StatusServer
+from hsx.stores.group import record_final_norm
+from hsx.stores.ledger import SqliteLedger
+from hsx.stores.root import attach_roots
+from hsx.stores.view import UnionView
+from hsx.supervisor import Supervisor, SupervisorParts
+from hsx.systemd import Notifier
+from hsx.telemetry import Telemetry
+from hsx.watchdog import Watchdog
+from hsx.writer import Writer, WriterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from hsx.config_load import LoadedConfig
+    from hsx.core.epoch import CaptureReport
+    from hsx.core.layout import StoreLayout
+    from hsx.ports import Counts, EngineOwner
+    from hsx.progress_view import ProgressView
+
+STATUS_EVERY_S = 5.0
+STAGED_PER_REQUEST = 16
+"""Samples that may be between request and commit, per request slot: enough for any backlog that bytes allow to matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended in good order.
+
+    Attributes:
+        committed: samples committed in the job, earlier runs included.
+        quarantined: samples quarantined in the job.
+        rejected: dataset rows that were never samples.
+        pending: samples that are neither.
+        tokens: tokens committed by this run.
+        seconds: length of this run.
+        violations: violations met by this run, by invariant.
+        restarts: restarts of the engine in this run.
+        store: the store's path.
+        interrupted: a signal ended the run before the job was done.
+    """
+
+    committed: int
+    quarantined: int
+    rejected: int
+    pending: int
+    tokens: int
+    seconds: float
+    violations: dict[str, int]
+    restarts: int
+    store: str
+    interrupted: bool
+
+
+class SystemClock:
+    """The real clock; implements `hsx.ports.Clock`."""
+
+    def monotonic(self) -> float:
+        """Seconds since boot or so."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleeps on the event loop."""
+        await asyncio.sleep(seconds)
+
+
+async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None) -> Outcome:
+    """Runs a job until nothing is pending, or until a signal has drained it.
+
+    Raises:
+        RunError: the job cannot go on; what was committed stays. Its kind says why.
+        asyncio.CancelledError: a second signal forced the end.
+    """
+    telemetry = Telemetry()
+    notifier = Notifier()
+    with ExitStack() as held:
+        held.enter_context(locked(loaded.state_dir / "job.lock", f"job {loaded.config.job.name}"))
+        held.enter_context(locked(loaded.dump_dir / "hsx.lock", f"dump directory {loaded.dump_dir}"))
+        # Nothing else is on the loop yet, so reading the dataset may block it; a signal ends it as it ends any program.
+        job = prepare(loaded, lambda rows, tokens: telemetry.log.info("dataset.indexing", rows=rows, tokens=tokens))
+        ledger = SqliteLedger(job.ledger)
+        try:
+            before = await ledger.counts()
+            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before)
+            run = Run(loaded, job, ledger, telemetry, notifier, progress)
+            interrupted = await run.run() if before.pending else False
+            return _outcome(loaded, telemetry, before, await ledger.counts(), interrupted=interrupted)
+        except BaseExceptionGroup as group:
+            raise _deepest(group) from group
+        finally:
+            await ledger.close()
+
+
+class Run:
+    """One run of an open job that has something left to do."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        job: OpenJob,
+        ledger: SqliteLedger,
+        telemetry: Telemetry,
+        notifier: Notifier,
+        progress: ProgressView | None,
+    ) -> None:
+        self._loaded = loaded
+        self._job = job
+        self._ledger = ledger
+        self._telemetry = telemetry
+        self._notifier = notifier
+        self._progress = progress
+        config = loaded.config
+        clock = SystemClock()
+        store, roots = attach_roots(job.store, {root.name: root.path for root in loaded.roots})
+        self._layout: StoreLayout = store.layout
+        for root in roots:
+            root.sweep()
+        view = UnionView(store)
+        view.repair(ledger.committed_roots())
+        self._client = sglang.SGLangClient(config.engine.host, config.engine.port, sglang.Limits(config.pipeline.concurrency))
+        self._owner = make_owner(loaded)
+        self._dumps = DumpDirectory(loaded.dump_dir)
+        self._admission = Admission(
+            Limits(
+                requests=config.pipeline.concurrency,
+                tokens=config.pipeline.max_tokens_in_flight,
+                staging_bytes=loaded.staging_bytes,
+                samples=config.pipeline.concurrency * STAGED_PER_REQUEST,
+            ),
+            clock,
+            telemetry,
+        )
+        self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
+        self._supervisor = self._make_supervisor(clock)
+        self._watchdog = Watchdog(
+            self._supervisor,
+            self._admission,
+            clock,
+            telemetry,
+            self._progress_limits,
+            WindowLimit(config.watchdog.violations, config.watchdog.violation_window_s),
+        )
+        self._writer = Writer(
+            roots,
+            view,
+            ledger,
+            telemetry,
+            clock,
+            WriterSettings(
+                threads=config.pipeline.writer_threads,
+                group_samples=config.pipeline.commit_samples,
+                group_seconds=config.pipeline.commit_seconds,
+                reserves={root.name: root.reserve for root in loaded.roots},
+            ),
+        )
+        self._pipeline = self._make_pipeline(clock)
+        self._interrupted = False
+
+    async def run(self) -> bool:
+        """Extracts; True when a signal cut the run short."""
+        status = StatusServer(self._telemetry, self._facts, self._loaded.config.status.host, self._loaded.config.status.port)
+        if self._loaded.config.status.enabled:
+            self._telemetry.log.info("status.listening", url=await status.start())
+        self._notifier.ready("extracting")
+        try:
+            with _signals(self._on_signal):
+                async with asyncio.TaskGroup() as services:
+                    committing = services.create_task(self._writer.run())
+                    others = [services.create_task(service) for service in self._services()]
+                    await self._pipeline.run()
+                    await self._writer.close()
+                    await committing
+                    self._pipeline.sweep()
+                    for task in others:
+                        task.cancel()
+        finally:
+            self._writer.shutdown()
+            self._dumps.close()
+            await self._client.close()
+            await status.stop()
+            self._notifier.stopping()
+        return self._interrupted
+
+    def _services(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the pipeline until it is done."""
+        return [
+            self._supervisor.run(),
+            self._watchdog.run(),
+            self._dumps.watch(),
+            self._notifier.keep_alive(self._watchdog.is_looking),
+            self._report(),
+        ]
+
+    def _on_signal(self, name: str) -> None:
+        if self._interrupted:
+            self._telemetry.log.warning("run.forced", signal=name)
+            for task in asyncio.all_tasks():
+                task.cancel()
+            return
+        self._interrupted = True
+        self._telemetry.log.info("run.draining", signal=name, attempts=self._pipeline.attempts)
+        self._notifier.stopping("draining")
+        self._pipeline.drain()
+
+    async def _report(self) -> None:
+        """Feeds the progress view and the service manager's status line."""
+        every = min(STATUS_EVERY_S, self._progress.interval_s if self._progress else STATUS_EVERY_S)
+        while True:
+            snapshot = self._telemetry.snapshot()
+            if self._progress:
+                self._progress.update(snapshot)
+            self._notifier.status(summary_line(snapshot))
+            if self._interrupted:
+                self._notifier.extend_timeout(deadline_s(self._progress_limits, self._admission.in_flight.tokens))
+            await asyncio.sleep(every)
+
+    def _facts(self) -> dict[str, Any]:
+        config = self._loaded.config
+        return {
+            "limits": {
+                "requests": config.pipeline.concurrency,
+                "tokens": config.pipeline.max_tokens_in_flight,
+                "staging_bytes": self._loaded.staging_bytes,
+            },
+            "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
+        }
+
+    def _make_supervisor(self, clock: SystemClock) -> Supervisor:
+        config = self._loaded.config
+        gate = Gate(
+            run=self._ledger.run,
+            spec=self._job.spec,
+            shape=self._job.shape,
+            longest=self._layout.max_tokens,
+            canary_timeout_s=config.watchdog.grace_s + config.pipeline.dump_deadline_s,
+            client=self._client,
+            dumps=self._dumps,
+            ledger=self._ledger,
+            clock=clock,
+            measure=measure,
+        )
+        parts = SupervisorParts(
+            owner=self._owner,
+            client=self._client,
+            dumps=self._dumps,
+            ledger=self._ledger,
+            observer=self._telemetry,
+            clock=clock,
+            gate=gate.check,
+            on_report=self._record_norm,
+        )
+        limits = RestartLimits(
+            first_s=config.watchdog.backoff_first_s,
+            factor=2.0,
+            longest_s=config.watchdog.backoff_longest_s,
+            jitter=0.2,
+            budget=config.watchdog.restart_budget,
+            window_s=config.watchdog.restart_window_s,
+        )
+        return Supervisor(
+            self._ledger.run,
+            parts,
+            RestartPolicy(limits),
+            start_timeout_s=config.engine.start_timeout_s,
+            stop_grace_s=config.engine.stop_grace_s,
+        )
+
+    def _make_pipeline(self, clock: SystemClock) -> Pipeline:
+        config = self._loaded.config
+
+        def request_timeout_s(tokens_in_flight: int) -> float:
+            return config.pipeline.request_slack * deadline_s(self._progress_limits, tokens_in_flight)
+
+        settings = Settings(
+            run=self._ledger.run,
+            spec=self._job.spec,
+            hidden_size=self._job.shape.hidden_size,
+            retries=config.pipeline.retries,
+            dump_deadline_s=config.pipeline.dump_deadline_s,
+            request_timeout_s=request_timeout_s,
+            shard_bytes=self._layout.file_bytes,
+        )
+        parts = Parts(
+            engine=self._supervisor,
+            client=self._client,
+            dumps=self._dumps,
+            samples=self._job.samples,
+            ledger=self._ledger,
+            writer=self._writer,
+            admission=self._admission,
+            pace=Throttler(rate_limit=max(1, round(config.pipeline.start_rate))),
+            observer=self._telemetry,
+            clock=clock,
+            measure=measure,
+            on_violation=self._watchdog.violated,
+            on_server_lost=self._watchdog.server_lost,
+        )
+        return Pipeline(settings, parts)
+
+    async def _record_norm(self, report: CaptureReport) -> None:
+        """Keeps the final norm in the store: with it, and only with it, pre_norm states convert to post_norm."""
+        if report.norm_file:
+            weight = np.fromfile(self._dumps.folder / report.norm_file, np.float32)
+            record_final_norm(self._loaded.store, weight, report.norm_eps)
+
+
+def make_owner(loaded: LoadedConfig) -> EngineOwner:
+    """The owner that the job file names."""
+    engine = loaded.config.engine
+    if engine.ownership == "external":
+        return ExternalOwner(loaded.dump_dir, engine.port, engine.start_timeout_s)
+    python = engine.python or sys.executable
+    return SpawnOwner(
+        SpawnPlan(
+            command=[python, "-m", "hsx", "serve", str(loaded.path)],
+            args=engine.args,
+            dump_dir=loaded.dump_dir,
+            log_file=loaded.state_dir / "server.log",
+            env=engine.env,
+        )
+    )
+
+
+class _signals:  # noqa: N801 - used as a context manager, like a function
+    """Hands SIGINT and SIGTERM to a callback for the time of the block."""
+
+    def __init__(self, callback: Callable[[str], None]) -> None:
+        self._callback = callback
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._callback, number.name)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def _outcome(loaded: LoadedConfig, telemetry: Telemetry, before: Counts, after: Counts, *, interrupted: bool) -> Outcome:
+    snapshot = telemetry.snapshot()
+    return Outcome(
+        committed=after.committed,
+        quarantined=after.quarantined,
+        rejected=after.rejected,
+        pending=after.pending,
+        tokens=after.tokens_committed - before.tokens_committed,
+        seconds=snapshot["job"]["seconds"],
+        violations=dict(snapshot["invariants"]["by_name"]),
+        restarts=snapshot["engine"]["restarts"]["total"],
+        store=str(loaded.store),
+        interrupted=interrupted,
+    )
+
+
+def _deepest(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the run: a RunError if there is one, else the first that is not a mere consequence."""
+    run_errors, others = group.split(RunError)
+    chosen: BaseException = run_errors if run_errors is not None else (others or group)
+    while isinstance(chosen, BaseExceptionGroup):
+        chosen = chosen.exceptions[0]
+    return chosen

@@ -1,0 +1,103 @@
+"""Opens a job: makes its index, store and ledger at the first run, and checks at every other that it is still the same job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hsx.core.fingerprint import changes
+from hsx.core.layout import CHUNK_TOKENS, StoreLayout
+from hsx.core.spec import CaptureSpec, ModelShape
+from hsx.datasets import longest_allowed, open_dataset
+from hsx.errors import RunError
+from hsx.index import build_index, recorded_bad_rows
+from hsx.model_config import model_fingerprint, read_model_shape
+from hsx.stores import ledger
+from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.tokens import TokenTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hsx.config_load import LoadedConfig
+    from hsx.ports import Dataset
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job that may run.
+
+    Attributes:
+        spec: what is captured.
+        shape: the model's facts.
+        store: the store, with the roots that it knows.
+        samples: the indexed dataset.
+        ledger: the ledger file.
+    """
+
+    spec: CaptureSpec
+    shape: ModelShape
+    store: StoreInfo
+    samples: TokenTable
+    ledger: Path
+
+
+def capture_spec(loaded: LoadedConfig) -> CaptureSpec:
+    """The job's capture spec."""
+    capture = loaded.config.capture
+    return CaptureSpec(tuple(capture.layers), capture.final)
+
+
+def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> dict[str, str]:
+    """The settings that decide what is stored; a job resumes under no other. Reads the dataset file once, for its hash."""
+    config = loaded.config
+    return {
+        **dataset.fingerprint(),
+        **model_fingerprint(loaded.model, config.model.revision),
+        "dataset.max_tokens": str(longest_allowed(config, shape)),
+        "capture.layers": str(list(config.capture.layers)),
+        "capture.final": config.capture.final,
+        "store.format": FORMAT,
+        "store.chunk_tokens": str(CHUNK_TOKENS),
+    }
+
+
+def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJob:
+    """Opens the job. Blocks; at a first run it reads and tokenises the whole dataset.
+
+    The ledger is made last: where it is, everything else is whole. A first run that was cut short begins again.
+
+    Args:
+        loaded: the job file.
+        progress: called now and then, while the dataset is read, with (rows, tokens).
+
+    Raises:
+        RunError: `job_changed`, naming each field that differs; what `build_index`, `create_store` and the ledger raise.
+    """
+    shape = read_model_shape(loaded.model)
+    dataset = open_dataset(loaded.config, shape)
+    current = fingerprint(loaded, dataset, shape)
+    path = loaded.state_dir / FILE_NAME
+    if path.exists():
+        with LedgerReader(path) as reader:
+            differing = changes(reader.fingerprint, current)
+        if differing:
+            raise RunError(
+                "job_changed",
+                f"job {loaded.config.job.name} cannot be continued with other settings:\n  "
+                + "\n  ".join(map(str, differing))
+                + f"\nput them back, or start another store ({loaded.store} keeps what it has)",
+            )
+        return OpenJob(capture_spec(loaded), shape, open_store(loaded.store), TokenTable(loaded.store), path)
+    loaded.state_dir.mkdir(parents=True, exist_ok=True)
+    build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, lambda _: None, progress, loaded.state_dir)
+    samples = TokenTable(loaded.store)
+    spec = capture_spec(loaded)
+    layout = StoreLayout(samples.count, int(samples.lengths.max()), spec.states, shape.hidden_size)
+    model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}
+    store = create_store(loaded.store, layout, spec, model)
+    ledger.create(path, current, samples.lengths, recorded_bad_rows(loaded.state_dir))
+    return OpenJob(spec, shape, store, samples, path)
