@@ -11,10 +11,11 @@ import shutil
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.spec import CaptureSpec, ModelShape, bytes_per_token
+from hsx.datasets import SERVER_MARGIN, longest_allowed
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
 from hsx.errors import RunError
 from hsx.serve import OLDEST_SGLANG, Environment, plan_launch
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from hsx.config_load import LoadedConfig
 
 Level = Literal["error", "warning"]
-
-SERVER_MARGIN: Final = 8
-"""Tokens of its context that SGLang keeps from the prompt, at most; the exact limit is asked of the server at boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +77,6 @@ def spec_of(loaded: LoadedConfig) -> CaptureSpec:
     return CaptureSpec(tuple(loaded.config.capture.layers), loaded.config.capture.final)
 
 
-def longest_prompt(loaded: LoadedConfig, shape: ModelShape | None) -> int | None:
-    """Tokens of the longest sample that the job allows: `dataset.max_tokens`, else what the model's context leaves."""
-    allowed = loaded.config.dataset.max_tokens
-    return shape.context_length - SERVER_MARGIN if allowed is None and shape is not None else allowed
-
-
 class _Places:
     """Looks at each folder of the job once; one that cannot be looked at is left out, `_inputs` and `_writable` tell."""
 
@@ -130,7 +122,9 @@ def _lengths(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding
 
 def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None, places: _Places) -> Iterator[Finding]:
     budget, text = loaded.staging_bytes, loaded.config.staging.max_bytes
-    tokens = longest if longest is not None else longest_prompt(loaded, shape)
+    tokens = longest
+    if tokens is None:
+        tokens = longest_allowed(loaded.config, shape) if shape is not None else loaded.config.dataset.max_tokens
     if tokens is not None and shape is not None:
         size = ALIGNMENT + tokens * (bytes_per_token(spec_of(loaded), shape.hidden_size) + ID_BYTES)
         if size > budget:

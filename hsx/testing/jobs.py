@@ -1,0 +1,48 @@
+"""Small job folders: a job file that works, beside a model's config.json and a dataset of a few rows."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hsx.commands.toml_text import to_toml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 4096}
+
+
+def job_document(folder: Path) -> dict[str, Any]:
+    """A job file as plain data; every path lies under `folder`, and the staging budget takes the longest sample."""
+    return {
+        "job": {"name": "tiny", "store": "store.zarr"},
+        "model": {"path": "model"},
+        "dataset": {"path": "rows.jsonl"},
+        "capture": {"layers": [1, 3]},
+        "staging": {"dump_dir": str(folder / "dumps"), "max_bytes": "64MiB"},
+        "roots": [{"name": "a", "path": "root-a", "reserve": "0B"}],
+    }
+
+
+def write_job(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """Writes job file, model config and dataset into `folder`; returns the job file's path.
+
+    Args:
+        folder: an existing folder.
+        changes: by section, keys to set; a value of None takes the key out. `roots` is replaced whole.
+    """
+    document = job_document(folder)
+    for section, values in (changes or {}).items():
+        if section == "roots":
+            document["roots"] = values
+            continue
+        merged = {**document.get(section, {}), **values}
+        document[section] = {key: value for key, value in merged.items() if value is not None}
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    rows = [{"id": f"row-{number}", "input_ids": list(range(1, number + 2))} for number in range(5)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job = folder / "job.toml"
+    job.write_text(to_toml(document), encoding="utf-8")
+    return job
