@@ -38,6 +38,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "http_503": Fault("http", "the request is turned away with 503, as when the queue is full"),
     "connection_reset_before": Fault("http", "the connection is cut before the prefill; there is no dump"),
     # in the scheduler
+    "hold": Fault("engine", "the prompt waits after its first chunk, and all others with it, until faults are cleared"),
     "hang": Fault("engine", "the scheduler stops for good in the middle of a prompt; /health goes on answering 200"),
     "slow": Fault("engine", "every chunk of the prompt takes `value` times as long (default 10)"),
     "die": Fault("engine", "the process kills itself after the first chunk of the prompt"),

@@ -152,42 +152,47 @@ class ReferenceModel:
         self._sin = torch.cat((angles.sin(), angles.sin()), -1).float()[:, None]
 
     @torch.inference_mode()
-    def forward(self, ids: NDArray[np.int32], cache: Cache, spec: CaptureSpec) -> torch.Tensor:
-        """Prefills the next chunk of a prompt.
+    def forward(self, batch: Sequence[tuple[NDArray[np.int32], Cache]], spec: CaptureSpec) -> list[torch.Tensor]:
+        """Prefills the next chunk of each prompt of a batch, all in one pass.
 
         Args:
-            ids: int32 [n], the tokens at positions `cache.length` and on; each below the padded vocabulary.
-            cache: of this prompt; filled further by n.
+            batch: per prompt its next n ids, int32 [n], below the padded vocabulary, and its cache, which is filled further.
             spec: which states to return.
 
         Returns:
-            float32 [n, L, H].
+            float32 [n, L, H] per prompt.
         """
-        config, start = self.config, cache.length
-        stop = start + len(ids)
-        cos, sin = self._cos[start:stop], self._sin[start:stop]
-        mask = None if len(ids) == 1 else torch.ones(len(ids), stop, dtype=torch.bool).tril(start)
+        config = self.config
+        counts = [len(ids) for ids, _ in batch]
+        spans = [(cache, cache.length, cache.length + len(ids)) for ids, cache in batch]
+        position = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
+        cos, sin = self._cos[position], self._sin[position]
+        mask = _mask(spans)
         taken = []
-        hidden = self.embedding[torch.from_numpy(ids.astype(np.int64))]
+        hidden = self.embedding[torch.from_numpy(np.concatenate([ids for ids, _ in batch]).astype(np.int64))]
         for number, layer in enumerate(self.layers, start=1):
             normed = self._rms(hidden, layer.input_norm)
-            query = _rotate((normed @ layer.query.T).view(len(ids), -1, config.head_dim), cos, sin)
-            cache.data[number - 1, 0, start:stop] = _rotate(
-                (normed @ layer.key.T).view(len(ids), -1, config.head_dim), cos, sin
+            query, key, value = (
+                (normed @ matrix.T).view(len(normed), -1, config.head_dim) for matrix in (layer.query, layer.key, layer.value)
             )
-            cache.data[number - 1, 1, start:stop] = (normed @ layer.value.T).view(len(ids), -1, config.head_dim)
-            keys, values = cache.data[number - 1, :, :stop].transpose(1, 2)
+            fresh = torch.stack((_rotate(key, cos, sin), value))
+            past = []
+            for (cache, start, stop), chunk in zip(spans, torch.split(fresh, counts, dim=1), strict=True):
+                cache.data[number - 1, :, start:stop] = chunk
+                past.append(cache.data[number - 1, :, :stop])
+            keys, values = (torch.cat(past, dim=1) if len(past) > 1 else past[0]).transpose(1, 2)
             mixed = functional.scaled_dot_product_attention(
-                query.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=config.num_key_value_heads != query.shape[1]
+                _rotate(query, cos, sin).transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=len(keys) != query.shape[1]
             )
-            hidden = hidden + mixed.transpose(0, 1).reshape(len(ids), -1) @ layer.output.T
+            hidden = hidden + mixed.transpose(0, 1).reshape(len(normed), -1) @ layer.output.T
             normed = self._rms(hidden, layer.post_norm)
             hidden = hidden + (functional.silu(normed @ layer.gate.T) * (normed @ layer.up.T)) @ layer.down.T
             if number in spec.layers:
                 taken.append(hidden)
-        cache.length = stop
+        for cache, _, stop in spans:
+            cache.length = stop
         taken.append(self._rms(hidden, self.norm) if spec.final == "post_norm" else hidden)
-        return torch.stack(taken, dim=1)
+        return list(torch.split(torch.stack(taken, dim=1), counts))
 
     def _rms(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * weight
@@ -233,6 +238,18 @@ def reference_states(model: ReferenceModel, ids: Sequence[int] | NDArray[np.int3
             taken.append(hidden)
     taken.append(rms(hidden, model.norm) if spec.final == "post_norm" else hidden)
     return np.stack(taken, axis=1).astype(np.float32)
+
+
+def _mask(spans: Sequence[tuple[Cache, int, int]]) -> torch.Tensor:
+    """bool [tokens of the batch, keys of the batch]: each token sees its own prompt up to itself, and no other prompt."""
+    tokens, keys = sum(stop - start for _, start, stop in spans), sum(stop for _, _, stop in spans)
+    mask = torch.zeros(tokens, keys, dtype=torch.bool)
+    row = column = 0
+    for _, start, stop in spans:
+        count = stop - start
+        mask[row : row + count, column : column + stop] = torch.ones(count, stop, dtype=torch.bool).tril(start)
+        row, column = row + count, column + stop
+    return mask
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

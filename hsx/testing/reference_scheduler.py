@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hsx.core.spec import CaptureSpec
     from hsx.testing.faults import Faults
     from hsx.testing.reference_model import ReferenceModel
+
+_HOLD_POLL_S: Final = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -108,16 +110,14 @@ class Scheduler:
             os.kill(os.getpid(), signal.SIGABRT)
             raise
 
-    @torch.inference_mode()
     def _step(self) -> None:
         batch = self._batch()
-        filled = []
-        for work, start, stop in batch:
-            began = time.monotonic()
-            self._forward(work, start, stop)
-            filled.append((work, start, stop))
-            self._strike(work, stop, time.monotonic() - began)
-        self._swap(filled)
+        began = time.monotonic()
+        self._forward([part for part in batch if part[2] > part[1]])
+        took = time.monotonic() - began
+        for work, _, stop in batch:
+            self._strike(work, stop, took)
+        self._swap(batch)
         for work, _, stop in batch:
             if stop == len(work.ids) or work.aborted:
                 self._finish(work)
@@ -138,17 +138,24 @@ class Scheduler:
                     break
         return batch
 
-    def _forward(self, work: Work, start: int, stop: int) -> None:
-        if work.cache is None or work.rows is None:
-            work.cache = Cache(self._model.config, len(work.ids))
-            shape = (len(work.ids), self._spec.states, self._model.config.hidden_size)
-            work.rows = Rows(np.zeros(len(work.ids), dtype=np.int32), np.zeros(shape, dtype=np.uint16))
-        if stop > start:
-            if int(work.ids[start:stop].max()) >= len(self._model.embedding) or int(work.ids[start:stop].min()) < 0:
+    def _forward(self, batch: list[tuple[Work, int, int]]) -> None:
+        chunks = []
+        for work, start, stop in batch:
+            if work.cache is None or work.rows is None:
+                work.cache = Cache(self._model.config, len(work.ids))
+                shape = (len(work.ids), self._spec.states, self._model.config.hidden_size)
+                work.rows = Rows(np.zeros(len(work.ids), dtype=np.int32), np.zeros(shape, dtype=np.uint16))
+            ids = work.ids[start:stop]
+            if int(ids.min()) < 0 or int(ids.max()) >= len(self._model.embedding):
                 # An id outside the embedding table takes the whole server down, as a failed device assertion does.
                 os.kill(os.getpid(), signal.SIGKILL)
-            work.rows.ids[start:stop] = work.ids[start:stop]
-            work.rows.states[start:stop] = _bits(self._model.forward(work.ids[start:stop], work.cache, self._spec))
+            work.rows.ids[start:stop] = ids
+            chunks.append((ids, work.cache))
+        if not chunks:
+            return
+        for (work, start, stop), states in zip(batch, self._model.forward(chunks, self._spec), strict=True):
+            if work.rows is not None:
+                work.rows.states[start:stop] = _bits(states)
 
     def _strike(self, work: Work, stop: int, took: float) -> None:
         slow = self._faults.take("slow", work.rid)
@@ -160,18 +167,20 @@ class Scheduler:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._faults.take("hang", work.rid):
             threading.Event().wait()
+        while self._faults.armed("hold", work.rid) and not work.aborted:
+            time.sleep(_HOLD_POLL_S)
         if self._faults.take("abort", work.rid):
             work.aborted = True
         if stop == len(work.ids) and self._faults.take("retraction", work.rid):
             work.retractions += 1
             work.cache = None
-            self._forward(work, 0, stop)
+            self._forward([(work, 0, stop)])
 
-    def _swap(self, filled: list[tuple[Work, int, int]]) -> None:
+    def _swap(self, batch: list[tuple[Work, int, int]]) -> None:
         """Exchanges half of the rows of two prompts in this batch, where that fault waits for one of them."""
-        if len(filled) < 2 or not any(self._faults.armed("swapped_rows_between_two", work.rid) for work, *_ in filled[:2]):
+        if len(batch) < 2 or not any(self._faults.armed("swapped_rows_between_two", work.rid) for work, *_ in batch[:2]):
             return
-        (one, first, stop), (two, second, end) = filled[:2]
+        (one, first, stop), (two, second, end) = batch[:2]
         count = min(stop - first, end - second)
         if one.rows is None or two.rows is None or not count:
             return
@@ -200,4 +209,4 @@ def _bits(states: torch.Tensor) -> NDArray[np.uint16]:
 
 def recompute(model: ReferenceModel, spec: CaptureSpec, ids: NDArray[np.int32]) -> NDArray[np.uint16]:
     """The bits of bf16 [tokens, L, H] of a prompt in one chunk."""
-    return _bits(model.forward(ids, Cache(model.config, len(ids)), spec))
+    return _bits(model.forward([(ids, Cache(model.config, len(ids)))], spec)[0])

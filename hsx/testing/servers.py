@@ -1,25 +1,31 @@
-"""Starts the reference engine as a process for the length of a test."""
+"""Starts servers as processes for the length of a test: the reference engine, or any other command."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 import uuid
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
 from hsx.core.epoch import RECORD_NAME, REPORT_NAME, EpochRecord, record_from_json
+from hsx.engines.process import descendants
 from hsx.engines.sglang import Limits, SGLangClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from hsx.core.spec import FinalState
@@ -55,7 +61,7 @@ class RunningServer:
 
     record: EpochRecord
     folder: Path
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
 
     def client(self, limits: Limits | None = None) -> SGLangClient:
         """A new client; the caller closes it."""
@@ -79,9 +85,8 @@ class RunningServer:
             return dict((await response.json())["struck"])
 
     def kill(self) -> None:
-        """SIGKILL; harmless when it is dead."""
-        if self.process.returncode is None:
-            self.process.kill()
+        """SIGKILL; harmless when it is dead. It is reaped on leaving the context."""
+        self.process.kill()
 
     @property
     def _faults(self) -> str:
@@ -99,7 +104,7 @@ async def reference_server(
     chunk: int = 128,
     args: Sequence[str] = (),
 ) -> AsyncIterator[RunningServer]:
-    """A reference engine of a fresh epoch in `dump_dir`, faults allowed, ended on leaving.
+    """A reference engine of a fresh epoch in `dump_dir`, faults allowed, killed on leaving.
 
     Args:
         dump_dir: gets the epoch's folder.
@@ -112,37 +117,75 @@ async def reference_server(
 
     Raises RuntimeError with the engine's output where it does not come up.
     """
+    started = running_reference(dump_dir, layers, final, model=model, port=port, chunk=chunk, args=args)
+    server = await asyncio.to_thread(started.__enter__)
+    try:
+        yield server
+    finally:
+        await asyncio.to_thread(started.__exit__, None, None, None)
+
+
+@contextmanager
+def running_reference(
+    dump_dir: Path,
+    layers: Sequence[int] = (1, 3),
+    final: FinalState = "post_norm",
+    *,
+    model: Path | None = None,
+    port: int | None = None,
+    chunk: int = 128,
+    args: Sequence[str] = (),
+) -> Iterator[RunningServer]:
+    """The same outside an event loop. Blocks while the engine comes up."""
     model = model or tiny_config(dump_dir.parent / "tiny-model")
     epoch, port = str(uuid.uuid4()), port or free_port()
-    log = dump_dir.parent / f"reference-{epoch}.log"
     command = [sys.executable, "-m", "hsx.testing.reference_engine", "--model-path", str(model), "--port", str(port)]
     command += ["--dump-dir", str(dump_dir), "--epoch", epoch, "--layers", ",".join(map(str, layers)), "--final", final]
     command += ["--chunked-prefill-size", str(chunk), "--allow-faults", *args]
+    with running(command, dump_dir, epoch, port) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    dump_dir: Path,
+    epoch: str,
+    port: int,
+    env: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[RunningServer]:
+    """Any server that writes the records of `epoch` below `dump_dir` and listens on `port`. Blocks while it comes up.
+
+    It is killed on leaving, with all its descendants.
+
+    Raises RuntimeError with the end of its output where it does not.
+    """
+    dump_dir.mkdir(parents=True, exist_ok=True)
+    log, folder = dump_dir.parent / f"server-{epoch}.log", dump_dir / epoch
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
+        )
     try:
-        folder = dump_dir / epoch
-        await _up(process, port, folder, log)
+        deadline = time.monotonic() + start_timeout_s
+        while not ((folder / REPORT_NAME).exists() and _answers(port)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                how = f"not up after {start_timeout_s:g} s" if process.returncode is None else f"gone ({process.returncode})"
+                raise RuntimeError(f"server is {how}: {' '.join(command)}\n{log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.02)
         yield RunningServer(record_from_json((folder / RECORD_NAME).read_text()), folder, process)
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
-        await process.wait()
+        # Taken before the kill: orphans have no way back to the server that left them.
+        for pid in (process.pid, *descendants(process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
-async def _up(process: asyncio.subprocess.Process, port: int, folder: Path, log: Path) -> None:
-    client = SGLangClient("127.0.0.1", port)
+def _answers(port: int) -> bool:
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not ((folder / REPORT_NAME).exists() and await client.answers()):
-                if process.returncode is not None:
-                    raise RuntimeError(f"reference engine ended with {process.returncode}:\n{_tail(log)}")
-                await asyncio.sleep(0.02)
-    except TimeoutError as error:
-        raise RuntimeError(f"reference engine is not up after {START_TIMEOUT_S:g} s:\n{_tail(log)}") from error
-    finally:
-        await client.close()
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-4000:]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
