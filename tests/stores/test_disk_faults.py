@@ -1,0 +1,133 @@
+"""Full disks, killed writers: what is left behind, and what is reported."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hsx.core.layout import StoreLayout
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.errors import RunError
+from hsx.stores.group import create_store
+from hsx.stores.root import attach_roots
+from hsx.stores.shard_reader import ShardFile
+from hsx.testing.stores import random_states
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATES = random_states(np.random.default_rng(0), 640, 3, 128)  # 480 KiB
+LAYOUT = StoreLayout(8, 640, 3, 128)
+SPEC = CaptureSpec((1, 2), "post_norm")
+
+
+def test_full_disk_is_found_before_the_first_byte(tmp_path: Path, small_disk: Path) -> None:
+    _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"small": small_disk})
+    assert root.free() < 2 * LAYOUT.file_bytes(640) + (1 << 16)
+    root.write(0, Marker("deadbeef", 0, 1, 640), STATES)
+    before = root.free()
+    with pytest.raises(RunError, match=r"root small: no space for .*c\.1\.0\.0\.0\.hsx1-deadbeef-1-1-640\.partial") as error:
+        root.write(1, Marker("deadbeef", 1, 1, 640), STATES)
+    assert error.value.kind == "roots_full"
+    assert root.free() == before
+    assert sorted(path.name for path in root.folder.iterdir()) == ["c.0.0.0.0", "hsx-root.json", "zarr.json"]
+    with ShardFile(root.folder / "c.0.0.0.0", LAYOUT, 640) as shard:
+        assert np.array_equal(shard.read(), STATES)
+
+
+def test_read_only_disk_is_unusable(tmp_path: Path, small_disk: Path) -> None:
+    _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"small": small_disk})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(RunError, match="EROFS") as error:
+        root.write(0, Marker("deadbeef", 0, 1, 640), STATES)
+    assert error.value.kind == "root_unusable"
+
+
+def test_file_size_limit_is_a_short_write_and_then_an_error(tmp_path: Path) -> None:
+    """With SIGXFSZ ignored, the kernel writes what fits and then fails: nothing may be left, and nothing claimed."""
+    (tmp_path / "a").mkdir()
+    attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
+    program = """
+import resource, signal, sys
+import numpy as np
+from pathlib import Path
+from hsx.core.marker import Marker
+from hsx.errors import RunError
+from hsx.stores.group import open_store
+from hsx.stores.root import attach_roots
+info = open_store(sys.argv[1])
+_, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    root.write(0, Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16))
+except RunError as error:
+    print(error.kind, error.message)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "store", tmp_path / "a"], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("root_unusable root a: ")
+    assert "EFBIG" in done.stdout
+    assert list((tmp_path / "a").glob("*/c.*")) == []
+
+
+def test_killed_writer_leaves_only_a_partial_file(tmp_path: Path) -> None:
+    """Four threads write the same shards over and over; the kill comes while a partial file exists or has just been renamed."""
+    (tmp_path / "a").mkdir()
+    _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
+    program = """
+import sys, threading
+from pathlib import Path
+import numpy as np
+from hsx.core.marker import Marker
+from hsx.stores.group import open_store
+from hsx.stores.root import attach_roots
+info = open_store(sys.argv[1])
+_, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
+states = np.ones((640, 3, 128), np.uint16)
+def write_for_ever(index):
+    attempt = 0
+    while True:
+        attempt += 1
+        root.write(index, Marker("deadbeef", index, attempt, 640), states)
+for index in range(4):
+    threading.Thread(target=write_for_ever, args=(index,), daemon=True).start()
+print("writing", flush=True)
+threading.Event().wait()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "store", tmp_path / "a"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "writing\n"
+        while not list(root.folder.glob("*.partial")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    partial = {path.name for path in root.folder.glob("*.partial")}
+    assert root.sweep() == len(partial)
+    assert root.sweep() == 0
+    left = {path.name for path in root.folder.iterdir()} - {"zarr.json", "hsx-root.json"}
+    assert left <= {f"c.{index}.0.0.0" for index in range(4)}
+    for name in left:
+        with ShardFile(root.folder / name, LAYOUT, 640) as shard:
+            assert bool((shard.read() == 1).all())
+
+
+def test_second_attempt_replaces_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
+    root.write(3, Marker("deadbeef", 3, 1, 640), np.ones_like(STATES))
+    root.write(3, Marker("deadbeef", 3, 2, 640), STATES)
+    root.sync()
+    with ShardFile(root.folder / "c.3.0.0.0", LAYOUT, 640) as shard:
+        assert np.array_equal(shard.read(), STATES)
+    assert (root.folder / "c.3.0.0.0").stat().st_size == LAYOUT.file_bytes(640)
