@@ -34,9 +34,9 @@ class _BeforeTorchvision:
             sys.meta_path.remove(self)
             import torch
 
-            library = torch.library.Library("torchvision", "DEF")
+            library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]  # torch gives it no types
             for operator in ("nms", "qnms"):
-                library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]  # as above
             _kept.append(library)
         return None
 

@@ -1,0 +1,173 @@
+"""A real SGLang server on the CPU, started through `hsx serve`, for tests of the capture side alone.
+
+Talks plain HTTP, so that nothing of the engines, the pipeline or the dump directory takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+import numpy as np
+
+from hsx.core.dump import decode_header
+from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from hsx.core.dump import DumpHeader
+    from hsx.core.marker import Marker
+
+CPU_ARGUMENTS: Final = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none"),
+    *("--max-total-tokens", "16384", "--chunked-prefill-size", "128", "--disable-radix-cache", "--skip-server-warmup"),
+)
+CPU_VARIABLES: Final = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+START_S: Final = 300.0
+"""Longest start allowed: on a busy machine of two cores it takes a minute."""
+
+
+@dataclass
+class CaptureServer:
+    """One server; a context manager that leaves no process behind.
+
+    Attributes:
+        python: interpreter of the SGLang environment.
+        folder: where job file, dump directory and log are put.
+        model: the model's folder.
+        layers: the k of each h_k.
+        final: `post_norm` or `pre_norm`.
+        arguments: further arguments of the server.
+        variables: further environment variables.
+    """
+
+    python: Path
+    folder: Path
+    model: Path
+    layers: Sequence[int]
+    final: str = "post_norm"
+    arguments: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.epoch = str(uuid.uuid4())
+        self.dumps = self.folder / "dumps" / self.epoch
+        self.unrounded = self.folder / "float32"
+        self.log = self.folder / "server.log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def command(self) -> list[str]:
+        """Writes the job file and returns the `hsx serve` command line."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        job = self.folder / "job.toml"
+        values: dict[str, dict[str, object]] = {
+            "job": {"name": "capture", "store": str(self.folder / "store")},
+            "model": {"path": str(self.model)},
+            "dataset": {"path": str(self.folder / "none.jsonl")},
+            "capture": {"layers": list(self.layers), "final": self.final},
+            "staging": {"dump_dir": str(self.folder / "dumps")},
+            "engine": {"port": self.port},
+        }
+        lines = [f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in body.items()) for name, body in values.items()]
+        root = f'[[roots]]\nname = "a"\npath = {json.dumps(str(self.folder / "root"))}\n'
+        job.write_text("\n".join([*lines, root]))
+        serve = [str(self.python), "-m", "hsx", "serve", str(job), "--epoch", self.epoch, "--"]
+        return [*serve, *CPU_ARGUMENTS, *self.arguments]
+
+    def start(self) -> None:
+        """Returns once the server answers. Raises RuntimeError, with the end of its log, where it does not."""
+        environment = {**os.environ, **CPU_VARIABLES, "HSX_CAPTURE_FLOAT32": str(self.unrounded), **self.variables}
+        command = self.command()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"the server did not start:\n{self.log_tail()}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Kills the server's whole session, which nothing outlives that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def log_tail(self, characters: int = 4000) -> str:
+        """The end of the server's output."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-characters:]
+
+    def report(self) -> CaptureReport:
+        """The capture plugin's report. Raises FileNotFoundError where capture is off."""
+        return report_from_json((self.dumps / REPORT_NAME).read_text())
+
+    async def generate(self, prompts: Mapping[str, Sequence[int]], new_tokens: int = 0) -> dict[str, dict[str, Any]]:
+        """Sends all prompts at once, each under its rid; returns the answers' `meta_info` by rid.
+
+        Raises RuntimeError for an answer other than 200.
+        """
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def one(rid: str, ids: Sequence[int]) -> dict[str, Any]:
+                sampling = {"max_new_tokens": new_tokens, "temperature": 0}
+                body = {"input_ids": [int(i) for i in ids], "rid": rid, "sampling_params": sampling}
+                async with session.post(f"http://127.0.0.1:{self.port}/generate", json=body) as answer:
+                    if answer.status != 200:
+                        raise RuntimeError(f"{rid}: HTTP {answer.status}: {await answer.text()}\n{self.log_tail()}")
+                    meta: dict[str, Any] = (await answer.json())["meta_info"]
+                    return meta
+
+            metas = await asyncio.gather(*(one(rid, ids) for rid, ids in prompts.items()))
+        return dict(zip(prompts, metas, strict=True))
+
+    def dump(self, marker: Marker) -> tuple[DumpHeader, NDArray[np.uint16], NDArray[np.int32]]:
+        """The published dump of `marker`: header, bf16 bits [tokens, L, H], ids [tokens]. Raises FileNotFoundError."""
+        data = (self.dumps / f"{marker}.safetensors").read_bytes()
+        header, start = decode_header(data, len(data))
+        shape = (header.tokens, header.spec.states, header.hidden_size)
+        states = np.frombuffer(data, "<u2", header.states_bytes // 2, start).reshape(shape)
+        return header, states, np.frombuffer(data, "<i4", header.tokens, start + header.states_bytes)
+
+    def dump_float32(self, marker: Marker) -> NDArray[np.float32]:
+        """The states of `marker` before rounding, [tokens, L, H]; see `hsx.capture.unrounded`."""
+        states: NDArray[np.float32] = np.load(self.unrounded / f"{marker}.npy")
+        return states
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
