@@ -25,7 +25,7 @@ from hsx.engines.external import ExternalOwner
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 from hsx.errors import RunError
 from hsx.gate import Gate
-from hsx.locks import locked
+from hsx.locks import JOB_LOCK, locked
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
@@ -105,7 +105,7 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None)
     telemetry = Telemetry()
     notifier = Notifier()
     with ExitStack() as held:
-        held.enter_context(locked(loaded.state_dir / "job.lock", f"job {loaded.config.job.name}"))
+        held.enter_context(locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"))
         held.enter_context(locked(loaded.dump_dir / "hsx.lock", f"dump directory {loaded.dump_dir}"))
         # Nothing else is on the loop yet, so reading the dataset may block it; a signal ends it as it ends any program.
         job = prepare(loaded, lambda rows, tokens: telemetry.log.info("dataset.indexing", rows=rows, tokens=tokens))
@@ -210,6 +210,8 @@ class Run:
             await self._client.close()
             await status.stop()
             self._notifier.stopping()
+            if self._progress:
+                self._progress.update(self._telemetry.snapshot())
         return self._interrupted
 
     def _services(self) -> list[Coroutine[Any, Any, None]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hsx.core.dump import ALIGNMENT, ID_BYTES
+from hsx.core.layout import PAGE, round_up
 from hsx.core.spec import CaptureSpec, ModelShape, bytes_per_token
 from hsx.datasets import SERVER_MARGIN, longest_allowed
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
@@ -126,7 +127,7 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
     if tokens is None:
         tokens = longest_allowed(loaded.config, shape) if shape is not None else loaded.config.dataset.max_tokens
     if tokens is not None and shape is not None:
-        size = ALIGNMENT + tokens * (bytes_per_token(spec_of(loaded), shape.hidden_size) + ID_BYTES)
+        size = ALIGNMENT + round_up(tokens * (bytes_per_token(spec_of(loaded), shape.hidden_size) + ID_BYTES), PAGE)
         if size > budget:
             yield Finding(
                 "error",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+JOB_LOCK: Final = "job.lock"
+"""Name of the job's lock file in its state folder."""
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from hsx.commands.output import emit, emit_json, table
 from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.locks import JOB_LOCK, locked
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """Lists or requeues."""
-    path = load(args.job).state_dir / FILE_NAME
+    loaded = load(args.job)
+    path = loaded.state_dir / FILE_NAME
     if not path.exists():
         raise RunError("ledger_failed", f"{path} does not exist; expected the ledger of a job that has been run")
     if args.action == "list":
         return _list(path, args.json)
     if bool(args.indices) == args.all:
         raise RunError("usage", "hsx quarantine requeue takes either indices of samples or --all")
-    return _requeue(path, None if args.all else args.indices, args.json)
+    # A running job holds its samples by state in memory: it must not be changed under it.
+    with locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"):
+        return _requeue(path, None if args.all else args.indices, args.json)
 
 
 def _list(path: Path, as_json: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
@@ -13,6 +14,7 @@ from hsx import logs
 from hsx.app import Outcome, run_job
 from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json
+from hsx.errors import RunError
 from hsx.exit_codes import MEANINGS, ExitCode
 from hsx.progress_view import BarView, PlainView, ProgressView, duration
 
@@ -30,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
         log = structlog.get_logger()
         for finding in warnings:
             log.warning("config.doubted", key=finding.key, message=finding.message)
-        outcome = uvloop.run(run_job(loaded, progress=view))
+        try:
+            outcome = uvloop.run(run_job(loaded, progress=view))
+        except asyncio.CancelledError:
+            raise RunError("interrupted", "forced to stop by a second signal; the same command continues the job") from None
     finally:
         view.close()
     code = code_of(outcome, loaded.config.pipeline.allow_quarantined)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHAPE = ModelShape(hidden_size=64, layers=4, vocab_size=512, context_length=4096)
-# The dump of 4088 tokens: a page of header, and per token 3 states of 64 bf16 values and an int32 id.
-LARGEST_DUMP = 4096 + 4088 * (3 * 64 * 2 + 4)
+# The dump of 4088 tokens, on whole pages: a page of header, and per token 3 states of 64 bf16 values and an int32 id.
+LARGEST_DUMP = 4096 + -(-4088 * (3 * 64 * 2 + 4) // 4096) * 4096
 
 
 def mounts(*entries: tuple[Path, str], options: str = "rw") -> Disks:

@@ -1,0 +1,141 @@
+"""`hsx plan`: how large a job is, whether it fits, and how long it takes. Reads only."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hsx.commands.job import load_fit
+from hsx.commands.output import emit, emit_json, table
+from hsx.config_check import spec_of
+from hsx.core.placement import RootSpace
+from hsx.datasets import open_dataset
+from hsx.disks import Disks
+from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
+from hsx.model_config import read_model_shape
+from hsx.plan import TB, TIB, Plan, plan
+from hsx.ports import BadRow
+from hsx.progress_view import duration
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.tokens import TokenTable
+
+if TYPE_CHECKING:
+    import argparse
+
+    from numpy.typing import NDArray
+
+    from hsx.config_load import LoadedConfig
+    from hsx.core.spec import ModelShape
+    from hsx.ports import Counts
+
+BAD_ROWS_SHOWN = 20
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan of what is left to do; refused where it does not fit."""
+    loaded, _ = load_fit(args.job)
+    shape = read_model_shape(loaded.model)
+    counts, measured = None, None
+    if (loaded.state_dir / FILE_NAME).exists():
+        lengths, rejected, counts, measured = _left(loaded)
+    else:
+        lengths, rejected = survey(loaded, shape)
+    if not len(lengths):
+        return _nothing_left(args.json, counts)
+    disks = Disks()
+    spaces = [RootSpace(root.name, disks.place(root.path).free, root.reserve, 0) for root in loaded.roots]
+    result = plan(
+        lengths,
+        spec_of(loaded),
+        shape.hidden_size,
+        spaces,
+        loaded.staging_bytes,
+        rejected=rejected,
+        tokens_per_s=args.rate or measured,
+        rate_source="given" if args.rate else "measured",
+    )
+    if args.json:
+        emit_json({**result.as_json(), "committed": counts.committed if counts else 0})
+    else:
+        emit(describe(result, counts))
+    return ExitCode.DONE if result.fits else ExitCode.REFUSED
+
+
+def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], int, Counts, float | None]:
+    """Lengths of the samples that are neither committed nor quarantined, rejected rows, totals, and the rate so far."""
+    lengths = TokenTable(loaded.store).lengths
+    pending = np.ones(len(lengths), np.bool_)
+    with LedgerReader(loaded.state_dir / FILE_NAME) as ledger:
+        for row in ledger.committed():
+            pending[row.index] = False
+        for lost in ledger.quarantined():
+            pending[lost.index] = False
+        counts, measured = ledger.counts(), ledger.tokens_per_second()
+    return lengths[pending], counts.rejected, counts, measured
+
+
+def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], int]:
+    """Reads the dataset once: tokens of each usable row, 8 bytes a row, and the number of bad rows.
+
+    Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
+    """
+    lengths, bad, rejected = array("q"), list[BadRow](), 0
+    for row in open_dataset(loaded.config, shape):
+        if not isinstance(row, BadRow):
+            lengths.append(len(row.input_ids))
+            continue
+        rejected += 1
+        if len(bad) < BAD_ROWS_SHOWN:
+            bad.append(row)
+    if rejected and loaded.config.dataset.on_bad_row == "refuse":
+        lines = [f"line {row.line}: {row.reason}: {row.message}" for row in bad]
+        more = [f"... and {rejected - len(bad)} more"] if rejected > len(bad) else []
+        head = f"{loaded.dataset} has {rejected} bad rows; on_bad_row = 'skip' leaves them out"
+        raise RunError("dataset_rejected", "\n".join([head, *lines, *more]))
+    if not lengths:
+        raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one")
+    return np.frombuffer(lengths, np.int64), rejected
+
+
+def _nothing_left(as_json: bool, counts: Counts | None) -> int:
+    committed = counts.committed if counts else 0
+    if as_json:
+        emit_json({"samples": 0, "tokens": 0, "fits": True, "committed": committed})
+    else:
+        emit(f"nothing is left to do: {committed} samples are committed")
+    return ExitCode.DONE
+
+
+def describe(result: Plan, counts: Counts | None) -> str:
+    """The plan as text."""
+    lines = [f"committed  {counts.committed} samples; what follows is what is left"] if counts else []
+    lines += [
+        f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
+        f"tokens     {result.tokens}, {result.bytes_per_token} bytes each",
+        f"payload    {_size(result.payload_bytes)}",
+        f"on disk    {_size(result.file_bytes)}, with checksums and padding",
+        f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
+    ]
+    if result.hours is not None and result.tokens_per_s:
+        took = duration(result.hours * 3600)
+        lines.append(f"time       {took} at {result.tokens_per_s:.0f} tokens/s ({result.rate_source})")
+    else:
+        lines.append("time       unknown: give --rate TOKENS_PER_S")
+    buckets = [(f"{b.lower}-{b.upper}", b.samples, b.tokens) for b in result.buckets]
+    roots = [(r.name, r.samples, _size(r.nbytes), _size(r.free), _size(r.reserve), _size(r.left)) for r in result.roots]
+    lines += ["", table(("tokens", "samples", "sum of tokens"), buckets)]
+    lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
+    lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
+    return "\n".join(lines)
+
+
+def _rejected(count: int) -> str:
+    return f"; {count} bad rows are left out" if count else ""
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / TB:.3f} TB ({nbytes / TIB:.3f} TiB)" if abs(nbytes) >= TB / 100 else f"{nbytes / 1e6:.1f} MB"
