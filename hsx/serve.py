@@ -196,6 +196,8 @@ def write_record(config: Config, launch: Launch, epoch: str) -> Path:
         host=launch.host,
         port=launch.port,
     )
+    if folder.exists():
+        raise RunError("serve_refused", f"epoch {epoch} exists already in {folder.parent}; epochs are never reused")
     path = folder / RECORD_NAME
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,8 +205,6 @@ def write_record(config: Config, launch: Launch, epoch: str) -> Path:
         part = folder / (RECORD_NAME + PART_SUFFIX)
         part.write_text(to_json(record), encoding="utf-8")
         part.rename(path)
-    except FileExistsError as error:
-        raise RunError("serve_refused", f"epoch {epoch} exists already in {folder.parent}; epochs are never reused") from error
     except OSError as error:
         raise RunError("staging_failed", f"epoch folder {folder} cannot be written: {error.strerror}") from error
     return path

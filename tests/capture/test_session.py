@@ -1,0 +1,165 @@
+"""Forwards in, dumps out; and every fault ends as an error file, never as an exception."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from hsx.capture.dumpwriter import DumpWriter
+from hsx.capture.session import Session
+from hsx.capture.unrounded import Unrounded
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.dumps.reader import MappedDump
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = CaptureSpec((1, 3), "post_norm")
+WIDTH = 8
+LONG, SHORT = Marker("0a0b0c0d", 0, 1, 10), Marker("0a0b0c0d", 1, 1, 3)
+
+
+def model(ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """States that tell token and layer apart: every value is a small integer, exact in bf16."""
+    base = ids.float()[:, None].repeat(1, WIDTH)
+    return [base + 1, base + 2], base + 3
+
+
+def expected(ids: torch.Tensor) -> torch.Tensor:
+    aux, final = model(ids)
+    return torch.stack([*aux, final], 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "epoch").mkdir()
+    return tmp_path / "epoch"
+
+
+@pytest.fixture
+def session(folder: Path, tmp_path: Path) -> Session:
+    writer = DumpWriter(folder, "epoch", SPEC, WIDTH, "model", "test 1")
+    return Session(writer, len(SPEC.layers), Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
+
+
+def run(session: Session, chunks: list[tuple[Marker | str, int, torch.Tensor]], padding: int = 0) -> None:
+    ids = torch.cat([ids for _, _, ids in chunks] + [torch.zeros(padding, dtype=torch.int64)])
+    batch = session.begin([str(m) for m, _, _ in chunks], [o for _, o, _ in chunks], [len(i) for _, _, i in chunks], ids)
+    if batch is not None:
+        aux, final = model(ids)
+        ids += 100  # the server may overwrite its ids after the batch was read
+        session.tensors(batch, aux, final)
+        session.finish(batch)
+
+
+def reason(folder: Path, marker: Marker) -> str:
+    return str(json.loads((folder / f"{marker}.error").read_text())["reason"])
+
+
+def test_chunks_of_two_requests_and_a_foreign_one(session: Session, folder: Path, tmp_path: Path) -> None:
+    long, short = torch.arange(10), torch.arange(20, 23)
+    run(session, [("warm-up", 0, torch.arange(5)), (LONG, 0, long[:4])], padding=3)
+    run(session, [(LONG, 4, long[4:]), (SHORT, 0, short)])
+    for marker, ids in ((LONG, long), (SHORT, short)):
+        dump = MappedDump(folder / f"{marker}.safetensors")
+        assert dump.input_ids.tolist() == ids.tolist()
+        states = torch.from_numpy(dump.states.copy().view(np.int16)).view(torch.bfloat16)
+        assert torch.equal(states.float(), expected(ids))
+        assert np.array_equal(np.load(tmp_path / "float32" / f"{marker}.npy"), expected(ids).numpy())
+        assert dump.header.sequence == (1 if marker is LONG else 2)
+        dump.close()
+    assert session.foreign == 1
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_cached_prefix_leaves_an_error(session: Session, folder: Path) -> None:
+    run(session, [(LONG, 9, torch.arange(1))])
+    assert [p.name for p in folder.iterdir()] == [f"{LONG}.error"]
+    assert "cached prefix" in reason(folder, LONG)
+
+
+def test_gap_removes_the_part(session: Session, folder: Path) -> None:
+    run(session, [(LONG, 0, torch.arange(4))])
+    assert [p.name for p in folder.iterdir()] == [f"{LONG}.part"]
+    run(session, [(LONG, 6, torch.arange(4))])
+    assert [p.name for p in folder.iterdir()] == [f"{LONG}.error"]
+
+
+def test_retraction_starts_again(session: Session, folder: Path) -> None:
+    ids = torch.arange(10)
+    run(session, [(LONG, 0, ids[:6] + 50)])
+    run(session, [(LONG, 0, ids[:5])])
+    run(session, [(LONG, 5, ids[5:])])
+    dump = MappedDump(folder / f"{LONG}.safetensors")
+    assert dump.input_ids.tolist() == ids.tolist()
+    dump.close()
+
+
+def test_rerun_of_a_published_marker_changes_nothing(session: Session, folder: Path) -> None:
+    run(session, [(SHORT, 0, torch.arange(3))])
+    before = (folder / f"{SHORT}.safetensors").read_bytes()
+    run(session, [(SHORT, 0, torch.arange(3) + 9)])
+    assert (folder / f"{SHORT}.safetensors").read_bytes() == before
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_one_marker_that_cannot_be_written_costs_no_other(session: Session, folder: Path) -> None:
+    (folder / f"{LONG}.part").mkdir()
+    run(session, [(LONG, 0, torch.arange(10)), (SHORT, 0, torch.arange(3))])
+    assert reason(folder, LONG).startswith("IsADirectoryError")
+    assert (folder / f"{SHORT}.safetensors").exists()
+
+
+def test_lost_folder_is_survived(session: Session, folder: Path) -> None:
+    folder.rmdir()
+    run(session, [(SHORT, 0, torch.arange(3))])
+    folder.mkdir()
+    run(session, [(LONG, 0, torch.arange(10))])
+    assert [p.name for p in folder.iterdir()] == [f"{LONG}.safetensors"]
+
+
+def test_forward_without_tensors_fails_its_markers(session: Session, folder: Path) -> None:
+    batch = session.begin([str(SHORT)], [0], [3], torch.arange(3))
+    assert batch is not None
+    session.finish(batch)
+    assert "the forward showed no states" in reason(folder, SHORT)
+
+
+def test_tensors_of_another_shape_fail_their_markers(session: Session, folder: Path) -> None:
+    batch = session.begin([str(SHORT)], [0], [3], torch.arange(3))
+    assert batch is not None
+    session.tensors(batch, [torch.zeros(3, WIDTH)], torch.zeros(3, WIDTH))
+    session.finish(batch)
+    assert reason(folder, SHORT) == "ValueError: the model gave 1 layers; expected 2"
+
+
+def test_missing_final_state_fails(session: Session, folder: Path) -> None:
+    batch = session.begin([str(SHORT)], [0], [3], torch.arange(3))
+    assert batch is not None
+    session.tensors(batch, [torch.zeros(3, WIDTH)] * 2, None)
+    session.finish(batch)
+    assert "final norm" in reason(folder, SHORT)
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(2), torch.zeros(3, 3)])
+def test_missing_ids_fail(session: Session, folder: Path, ids: torch.Tensor | None) -> None:
+    assert session.begin([str(SHORT)], [0], [3], ids) is None
+    assert "no input ids for its 3 tokens" in reason(folder, SHORT)
+
+
+def test_batch_of_another_form_fails_its_markers(session: Session, folder: Path) -> None:
+    assert session.begin([str(SHORT), str(LONG)], [0], [3], torch.arange(3)) is None
+    assert reason(folder, SHORT).startswith("ValueError")
+    assert reason(folder, LONG).startswith("ValueError")
+
+
+def test_vanished_request_leaves_no_file(session: Session, folder: Path) -> None:
+    run(session, [(LONG, 0, torch.arange(4))])
+    for turn in range(40):
+        run(session, [(f"other-{turn}", 0, torch.arange(2))])
+    assert list(folder.iterdir()) == []
