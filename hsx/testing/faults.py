@@ -8,8 +8,14 @@ no invariant of a single sample: canaries or `hsx verify --against-hf` exist for
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HOLD_POLL_S: Final = 0.002
 
 Stage = Literal["http", "engine", "rows", "file", "answer"]
 """Where a fault strikes: before the request is queued; in the scheduler; in the rows of a finished prompt; when its dump is
@@ -126,14 +132,28 @@ class Faults:
                         fault.count -= 1
                     if fault.count == 0:
                         self._armed.remove(fault)
-                    self._struck[kind] = self._struck.get(kind, 0) + 1
+                    self._count(kind)
                     return fault
         return None
 
     def armed(self, kind: str, rid: str) -> bool:
         """Whether a fault of this kind waits for `rid`; uses up nothing."""
+        if not self._armed:
+            return False
         with self._lock:
             return any(fault.kind == kind and fault.match in rid for fault in self._armed)
+
+    def hold(self, rid: str, dropped: Callable[[], bool]) -> None:
+        """Blocks while a `hold` waits for `rid` and it is not dropped; counts as one strike."""
+        if not self.armed("hold", rid):
+            return
+        with self._lock:
+            self._count("hold")
+        while self.armed("hold", rid) and not dropped():
+            time.sleep(_HOLD_POLL_S)
+
+    def _count(self, kind: str) -> None:
+        self._struck[kind] = self._struck.get(kind, 0) + 1
 
     def struck(self) -> dict[str, int]:
         """How often each kind has struck so far."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hsx.core.spec import CaptureSpec
     from hsx.testing.faults import Faults
     from hsx.testing.reference_model import ReferenceModel
-
-_HOLD_POLL_S: Final = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -167,8 +165,7 @@ class Scheduler:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._faults.take("hang", work.rid):
             threading.Event().wait()
-        while self._faults.armed("hold", work.rid) and not work.aborted:
-            time.sleep(_HOLD_POLL_S)
+        self._faults.hold(work.rid, lambda: work.aborted)
         if self._faults.take("abort", work.rid):
             work.aborted = True
         if stop == len(work.ids) and self._faults.take("retraction", work.rid):
