@@ -234,7 +234,8 @@ class _Verifier:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-verify") as pool:
             for task, chosen in self._chosen(tasks):
                 if not chosen:
-                    self._look(task)
+                    for kind, message in self._look(task):
+                        self._damage(task.index, kind, message)
                     continue
                 pending.add(pool.submit(self._prove, task))
                 if len(pending) >= 2 * self._threads:
@@ -254,31 +255,30 @@ class _Verifier:
                 self._progress(self._report.read, self._report.samples)
         return rest
 
-    def _look(self, task: _Task) -> None:
-        """What can be said of a shard without reading it."""
+    def _look(self, task: _Task) -> list[tuple[str, str]]:
+        """What can be said of a shard without reading it: (kind, message) of each damage."""
         try:
             size = task.path.stat().st_size
         except OSError as error:
-            kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-            self._damage(task.index, kind, f"shard {task.path}: {error.strerror}")
-            return
-        wanted = self._layout.file_bytes(self._store.tokens(task.index)) if task.row is None else task.row.nbytes
-        if task.row is not None and size != wanted:
-            self._damage(task.index, "size", f"shard {task.path} has {size} bytes; expected {wanted}")
+            return [
+                ("missing" if isinstance(error, FileNotFoundError) else "unreadable", f"shard {task.path}: {error.strerror}")
+            ]
+        if task.row is not None and size != task.row.nbytes:
+            return [("size", f"shard {task.path} has {size} bytes; expected {task.row.nbytes}")]
+        return []
 
     def _prove(self, task: _Task) -> _Result:
         """Reads one shard and judges it. In a worker thread: touches no shared state."""
         tokens = self._store.tokens(task.index)
-        found: list[tuple[str, str]] = []
+        found = self._look(task)
         size = 0
         try:
             with ShardFile(task.path, self._layout, tokens) as shard:
                 size = shard.nbytes
-                if task.row is not None and size != task.row.nbytes:
-                    found.append(("size", f"shard {task.path} has {size} bytes; expected {task.row.nbytes}"))
                 states, crc = shard.read_all(self._buffer(tokens))
         except ShardError as error:
-            found.append((error.problem, error.message))
+            if error.problem not in {kind for kind, _ in found}:
+                found.append((error.problem, error.message))
         else:
             if task.row is not None and crc != task.row.crc32c:
                 found.append(("crc32c", f"shard {task.path} holds payload {crc:08x}; expected {task.row.crc32c:08x}"))
