@@ -117,7 +117,7 @@ class Root(Section, frozen=True, kw_only=True):
     name: Name
     """Name of the root in ledger, store and metrics; the same disk keeps it for the job's whole life."""
     path: str
-    """Folder on the disk; made if it is missing."""
+    """An existing folder on the disk; never made, so that an unmounted disk is noticed."""
     reserve: Size = "1GiB"
     """Bytes that stay free."""
 

@@ -210,6 +210,9 @@ def _writable(places: _Places) -> Iterator[Finding]:
     for key, (path, place) in places.by_key.items():
         if place.obstacle:
             yield Finding("error", key, f"{path} cannot be written: {place.obstacle}")
+        elif key.startswith("roots[") and place.existing != path:
+            # hsx never makes a root: on an unmounted disk's mount point it would fill the system disk instead.
+            yield Finding("error", key, f"{path} does not exist; make it, or mount the disk")
 
 
 def _state_dir(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:

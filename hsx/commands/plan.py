@@ -138,4 +138,9 @@ def _rejected(count: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / TB:.3f} TB ({nbytes / TIB:.3f} TiB)" if abs(nbytes) >= TB / 100 else f"{nbytes / 1e6:.1f} MB"
+    if abs(nbytes) >= TB // 100:
+        return f"{nbytes / TB:.3f} TB ({nbytes / TIB:.3f} TiB)"
+    for unit, words in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.1f} {words}"
+    return f"{nbytes} B"

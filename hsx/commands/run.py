@@ -43,6 +43,16 @@ def run(args: argparse.Namespace) -> int:
         emit_json({"exit_code": int(code), **asdict(outcome)})
     else:
         emit(summary(outcome, code))
+    if code is ExitCode.INTERRUPTED:
+        raise RunError(
+            "interrupted", f"stopped by a signal with {outcome.pending} samples left; the same command continues the job"
+        )
+    if code is ExitCode.INCOMPLETE:
+        raise RunError(
+            "incomplete",
+            f"{outcome.quarantined} samples are quarantined and {outcome.pending} are pending; expected none beyond what "
+            "pipeline.allow_quarantined allows; see `hsx quarantine list`",
+        )
     return code
 
 

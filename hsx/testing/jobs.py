@@ -26,7 +26,7 @@ def job_document(folder: Path) -> dict[str, Any]:
 
 
 def write_job(folder: Path, changes: dict[str, Any] | None = None) -> Path:
-    """Writes job file, model config and dataset into `folder`; returns the job file's path.
+    """Writes job file, model config, dataset and roots into `folder`; returns the job file's path.
 
     Args:
         folder: an existing folder.
@@ -43,6 +43,8 @@ def write_job(folder: Path, changes: dict[str, Any] | None = None) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     rows = [{"id": f"row-{number}", "input_ids": list(range(1, number + 2))} for number in range(5)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for root in document["roots"]:
+        (folder / root.get("path", "root")).mkdir(parents=True, exist_ok=True)
     job = folder / "job.toml"
     job.write_text(to_toml(document), encoding="utf-8")
     return job

@@ -154,7 +154,6 @@ def test_a_reserve_as_large_as_the_disk(folder: Path) -> None:
 
 def test_a_root_that_a_reboot_loses(folder: Path) -> None:
     disks = mounts((folder / "dumps", "tmpfs"), (folder / "root-a", "tmpfs"))
-    (folder / "root-a").mkdir()
     assert "is lost at a reboot" in only(findings(folder, disks=disks), "roots[0].path").message
 
 
@@ -174,9 +173,16 @@ def test_a_state_dir_inside_the_store(folder: Path) -> None:
 
 def test_a_place_that_cannot_be_made(folder: Path) -> None:
     (folder / "file").write_text("", encoding="utf-8")
-    finding = only(findings(folder, roots(("a", "file/root"))), "roots[0].path")
+    finding = only(findings(folder, {"job": {"store": "file/store.zarr", "state_dir": "state"}}), "job.store")
     assert finding.level == "error"
     assert finding.message.endswith("is not a folder")
+
+
+def test_a_root_that_is_not_there(folder: Path) -> None:
+    loaded = load(write_job(folder))
+    (folder / "root-a").rmdir()
+    finding = only(check(loaded, SHAPE, None, mounts((folder / "dumps", "tmpfs"))), "roots[0].path")
+    assert (finding.level, finding.message) == ("error", f"{folder}/root-a does not exist; make it, or mount the disk")
 
 
 def test_a_place_on_a_read_only_file_system(folder: Path) -> None:

@@ -1,0 +1,139 @@
+"""The status endpoint, over real HTTP."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hsx import __version__
+from hsx.core.lifecycle import State
+from hsx.errors import RunError
+from hsx.ports import Counts
+from hsx.status import VERSION, StatusServer
+from hsx.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+KEYS = {
+    "version",
+    "job",
+    "progress",
+    "engine",
+    "in_flight",
+    "staging",
+    "roots",
+    "invariants",
+    "failed_attempts",
+    "quarantine",
+    "last_errors",
+    "versions",
+    "ready",
+}
+
+
+@asynccontextmanager
+async def serving(telemetry: Telemetry, facts: Callable[[], dict[str, Any]] = dict) -> AsyncIterator[Callable[[str], Any]]:
+    """A running endpoint; yields a function that gets a path and returns (status, content type, text or JSON)."""
+    server = StatusServer(telemetry, facts, "127.0.0.1", 0)
+    url = await server.start()
+    async with aiohttp.ClientSession() as session:
+
+        async def get(path: str) -> tuple[int, str, Any]:
+            async with session.get(url + path) as answer:
+                is_json = answer.content_type == "application/json"
+                return answer.status, answer.content_type, await (answer.json() if is_json else answer.text())
+
+        try:
+            yield get
+        finally:
+            await server.stop()
+
+
+async def test_the_status_document() -> None:
+    telemetry = Telemetry()
+    telemetry.job_began("job", "aabbccdd", "/store", Counts(3, 0, 0, 0, 30, 0, 0))
+    telemetry.engine_state(State.READY)
+    telemetry.gauges(2, 20, 200)
+    async with serving(telemetry, lambda: {"limits": {"requests": 4}, "versions": {"engine": "x"}}) as get:
+        status, content_type, document = await get("/status")
+    assert (status, content_type) == (200, "application/json")
+    assert document["version"] == VERSION
+    assert KEYS | {"limits"} == set(document)
+    assert document["job"]["name"] == "job"
+    assert document["progress"]["samples"]["total"] == 3
+    assert document["in_flight"] == {"requests": 2, "tokens": 20}
+    assert document["versions"]["hsx"] == __version__
+    assert document["versions"]["engine"] == "x"  # tables are merged, not replaced
+
+
+async def test_ready_only_while_the_engine_is() -> None:
+    telemetry = Telemetry()
+    async with serving(telemetry) as get:
+        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "engine is STOPPED"})
+        telemetry.engine_state(State.READY)
+        assert await get("/readyz") == (200, "application/json", {"ok": True, "reason": ""})
+        telemetry.engine_state(State.BACKOFF, "nothing came out")
+        assert (await get("/readyz"))[2] == {"ok": False, "reason": "engine is BACKOFF: nothing came out"}
+
+
+async def test_the_run_may_say_itself_whether_it_is_ready() -> None:
+    telemetry = Telemetry()
+    telemetry.engine_state(State.READY)
+    async with serving(telemetry, lambda: {"ready": {"ok": False, "reason": "draining"}}) as get:
+        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "draining"})
+
+
+async def test_healthy_while_the_loop_turns() -> None:
+    async with serving(Telemetry()) as get:
+        assert await get("/healthz") == (200, "application/json", {"ok": True})
+
+
+async def test_metrics_are_what_prometheus_reads() -> None:
+    telemetry = Telemetry()
+    async with serving(telemetry) as get:
+        status, content_type, text = await get("/metrics")
+    assert (status, content_type) == (200, "text/plain")
+    assert "hsx_samples_committed" in {family.name for family in text_string_to_metric_families(text)}
+
+
+async def test_it_is_read_only_and_knows_no_other_path() -> None:
+    server = StatusServer(Telemetry(), dict, "127.0.0.1", 0)
+    url = await server.start()
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/status") as answer:
+            assert answer.status == 405
+        async with session.get(f"{url}/nothing") as answer:
+            assert answer.status == 404
+    await server.stop()
+
+
+async def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = StatusServer(Telemetry(), dict, "127.0.0.1", port)
+        with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}: .*; set status.port") as caught:
+            await server.start()
+    assert caught.value.kind == "status_failed"
+    await server.stop()
+
+
+async def test_an_address_that_is_not_here_is_a_clear_error() -> None:
+    with pytest.raises(RunError, match=r"cannot listen on 192\.0\.2\.1:0") as caught:
+        await StatusServer(Telemetry(), dict, "192.0.2.1", 0).start()
+    assert caught.value.kind == "status_failed"
+
+
+async def test_stopping_frees_the_port_and_may_be_repeated() -> None:
+    server = StatusServer(Telemetry(), dict, "127.0.0.1", 0)
+    port = int((await server.start()).rpartition(":")[2])
+    await server.stop()
+    await server.stop()
+    again = StatusServer(Telemetry(), dict, "127.0.0.1", port)
+    assert (await again.start()) == f"http://127.0.0.1:{port}"
+    await again.stop()

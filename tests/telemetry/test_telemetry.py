@@ -1,0 +1,259 @@
+"""What a run counts and remembers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from typing import Any
+
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from hsx import metrics
+from hsx.core.invariants import INVARIANTS
+from hsx.core.lifecycle import State
+from hsx.core.marker import Marker
+from hsx.ports import Counts
+from hsx.telemetry import LAST_ERRORS, LAST_RESTARTS, Telemetry
+
+EPOCH = "8d4b7f0e-0000-4000-8000-000000000001"
+
+
+class Time:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def events() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def telemetry(time: Time, events: list[dict[str, Any]]) -> Telemetry:
+    def keep(_logger: object, level: str, event: Any) -> str:
+        events.append({"level": level, **event})
+        raise structlog.DropEvent
+
+    logger = structlog.wrap_logger(
+        structlog.PrintLogger(), processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(0)
+    )
+    return Telemetry(clock=time, wall=lambda: 1e9 + time.now, logger=logger)
+
+
+def commit(telemetry: Telemetry, index: int = 0, tokens: int = 10, *, adopted: bool = False) -> None:
+    marker = Marker("aabbccdd", index, 1, tokens)
+    timings = {"request": 0.5, "write": 0.25}
+    telemetry.sample_committed(index, marker, EPOCH, index + 1, tokens, tokens * 100, "a", 1, timings, adopted, f"id-{index}")
+
+
+def begin(telemetry: Telemetry, pending: int = 10) -> None:
+    counts = Counts(
+        pending=pending, committed=5, quarantined=1, rejected=2, tokens_total=200, tokens_committed=50, bytes_committed=9
+    )
+    telemetry.job_began("job", "aabbccdd", "/store", counts)
+
+
+def test_totals_add_to_what_the_ledger_held(telemetry: Telemetry, time: Time) -> None:
+    begin(telemetry)
+    commit(telemetry, 0)
+    commit(telemetry, 1, 20, adopted=True)
+    time.now += 10
+    progress = telemetry.snapshot()["progress"]
+    assert progress["samples"] | {"per_second": None} == {
+        "committed_by_run": 2,
+        "per_second": None,
+        "total": 16,
+        "committed": 7,
+        "pending": 8,
+    }
+    assert progress["tokens"]["committed"] == 80
+    assert progress["tokens"]["per_second"]["run"] == pytest.approx(3.0)
+    assert progress["bytes"]["committed"] == 3009
+    assert progress["adopted"] == 1
+    assert progress["eta"] == {"seconds": pytest.approx(40.0), "basis": "tokens/s of this run"}
+    assert progress["step_seconds"] == {"request": 1.0, "write": 0.5}
+
+
+def test_before_the_job_is_open_totals_are_unknown(telemetry: Telemetry) -> None:
+    progress = telemetry.snapshot()["progress"]
+    assert "total" not in progress["samples"]
+    assert progress["eta"]["seconds"] is None
+
+
+def test_one_canonical_line_for_each_committed_sample(telemetry: Telemetry, events: list[dict[str, Any]]) -> None:
+    commit(telemetry, 7)
+    assert events == [
+        {
+            "level": "info",
+            "event": "sample.committed",
+            "index": 7,
+            "id": "id-7",
+            "marker": "hsx1-aabbccdd-7-1-10",
+            "epoch": EPOCH,
+            "sequence": 8,
+            "tokens": 10,
+            "bytes": 1000,
+            "root": "a",
+            "attempt": 1,
+            "adopted": False,
+            "timings": {"request": 0.5, "write": 0.25},
+        }
+    ]
+
+
+def test_failures_are_told_apart_from_quarantine(telemetry: Telemetry, events: list[dict[str, Any]]) -> None:
+    begin(telemetry)
+    telemetry.attempt_failed("m", "finite", "NaN", quarantined=False)
+    telemetry.attempt_failed("m", "finite", "NaN", quarantined=True)
+    data = telemetry.snapshot()
+    assert data["failed_attempts"] == {"finite": 2}
+    assert data["quarantine"] == {"count": 2, "by_run": 1, "rejected_rows": 2}
+    assert data["progress"]["samples"]["pending"] == 9
+    assert [(event["event"], event["level"]) for event in events[1:]] == [
+        ("attempt.failed", "warning"),
+        ("sample.quarantined", "error"),
+    ]
+    assert data["last_errors"][0] == {"time": 1e9 + 100, "kind": "finite", "message": "NaN", "marker": "m"}
+
+
+def test_the_engines_life(telemetry: Telemetry, time: Time, events: list[dict[str, Any]]) -> None:
+    telemetry.engine_state(State.STARTING)
+    telemetry.epoch_began(EPOCH, continued=True)
+    time.now += 5
+    telemetry.engine_state(State.BACKOFF, "silence")
+    telemetry.engine_restarted("advancing", "nothing came out", requeued=3, delay_s=2.0)
+    engine = telemetry.snapshot()["engine"]
+    assert (engine["state"], engine["reason"], engine["since"]) == ("BACKOFF", "silence", 1e9 + 105)
+    assert engine["epoch"] == {"id": EPOCH, "continued": True, "count": 1}
+    assert engine["restarts"]["by_reason"] == {"advancing": 1}
+    assert engine["restarts"]["last"][0]["requeued"] == 3
+    assert [event["event"] for event in events] == [
+        "engine.state_changed",
+        "epoch.began",
+        "engine.state_changed",
+        "engine.restarted",
+    ]
+
+
+def test_gauges_show_the_present(telemetry: Telemetry) -> None:
+    telemetry.gauges(3, 400, 5000)
+    telemetry.gauges(2, 300, 4000)
+    telemetry.root_space("a", 7)
+    data = telemetry.snapshot()
+    assert data["in_flight"] == {"requests": 2, "tokens": 300}
+    assert data["staging"] == {"bytes": 4000}
+    assert data["roots"] == {"a": {"free_bytes": 7}}
+
+
+def test_a_snapshot_is_a_copy_and_plain_data(telemetry: Telemetry) -> None:
+    telemetry.violation(None, "advancing", "silence")
+    first = telemetry.snapshot()
+    telemetry.violation(None, "advancing", "silence")
+    telemetry.root_space("a", 1)
+    assert first["invariants"]["by_name"] == {"advancing": 1}
+    assert first["roots"] == {}
+    assert json.loads(json.dumps(telemetry.snapshot()))["invariants"]["violations"] == 2
+
+
+def deep_size(value: object, seen: set[int]) -> int:
+    """Bytes of an object and of all that it holds, but for classes, functions and modules."""
+    if id(value) in seen or isinstance(value, type) or callable(value):
+        return 0
+    seen.add(id(value))
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(deep_size(part, seen) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple | set | deque):
+        return size + sum(deep_size(part, seen) for part in value)
+    return size + deep_size(getattr(value, "__dict__", None), seen) if hasattr(value, "__dict__") else size
+
+
+def test_memory_does_not_grow_with_the_samples(time: Time) -> None:
+    silent = structlog.wrap_logger(structlog.PrintLogger(), wrapper_class=structlog.make_filtering_bound_logger(50))
+    telemetry = Telemetry(clock=time, wall=lambda: 0.0, logger=silent)
+
+    def work(first: int, count: int) -> int:
+        for index in range(first, first + count):
+            time.now += 0.5
+            commit(telemetry, index)
+            telemetry.attempt_failed(f"m{index:09}", "finite", f"evidence {index:09}", quarantined=False)
+            telemetry.violation(f"m{index:09}", "finite", "x")
+            telemetry.engine_restarted("advancing", f"evidence {index:09}", 1, 1.0)
+            telemetry.root_space("a", index + 10**6)
+        return deep_size(telemetry.__dict__, set())
+
+    early = work(0, 2000)
+    late = work(2000, 10_000)
+    # A single pointer kept for each of the 10,000 samples would be 80,000 bytes; numbers that get longer are a few hundred.
+    assert abs(late - early) < 8000
+    data = telemetry.snapshot()
+    assert (len(data["last_errors"]), len(data["engine"]["restarts"]["last"])) == (LAST_ERRORS, LAST_RESTARTS)
+    assert data["last_errors"][-1]["message"] == "evidence 000011999"
+
+
+def samples_of(telemetry: Telemetry) -> dict[tuple[str, str], float]:
+    """Every exported sample by its name and its label's value, through Prometheus' own parser."""
+    text = metrics.render(metrics.registry_of(telemetry)).decode()
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics(telemetry: Telemetry) -> None:
+    begin(telemetry)
+    commit(telemetry, 0)
+    telemetry.attempt_failed("m", "request_refused", "400", quarantined=True)
+    telemetry.violation("m", "finite", "NaN")
+    telemetry.engine_state("READY")
+    telemetry.engine_restarted("alive", "gone", 0, 1.0)
+    telemetry.epoch_began(EPOCH, continued=False)
+    telemetry.gauges(1, 2, 3)
+    telemetry.root_space('we"ird', 4)
+    found = samples_of(telemetry)
+    expected = {
+        ("hsx_samples_committed_total", ""): 1,
+        ("hsx_tokens_committed_total", ""): 10,
+        ("hsx_bytes_committed_total", ""): 1000,
+        ("hsx_samples_quarantined_total", ""): 1,
+        ("hsx_violations_total", "finite"): 1,
+        ("hsx_violations_total", "rows"): 0,
+        ("hsx_attempts_failed_total", "request_refused"): 1,
+        ("hsx_restarts_total", "alive"): 1,
+        ("hsx_engine_state", "READY"): 1,
+        ("hsx_engine_state", "FAILED"): 0,
+        ("hsx_epochs", ""): 1,
+        ("hsx_requests_in_flight", ""): 1,
+        ("hsx_tokens_in_flight", ""): 2,
+        ("hsx_staging_bytes", ""): 3,
+        ("hsx_root_free_bytes", 'we"ird'): 4,
+        ("hsx_job_samples", ""): 16,
+        ("hsx_samples_pending", ""): 8,
+        ("hsx_step_seconds_total", "request"): 0.5,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert {name for name, _ in found} <= {spec.name for spec in metrics.METRICS}
+
+
+def test_every_invariant_and_state_has_its_series_from_the_start(telemetry: Telemetry) -> None:
+    found = samples_of(telemetry)
+    assert {label for name, label in found if name == "hsx_violations_total"} == set(INVARIANTS)
+    assert {label for name, label in found if name == "hsx_engine_state"} == {state.value for state in State}
+
+
+def test_metrics_of_a_run_that_knows_nothing_yet_leave_the_unknown_out(telemetry: Telemetry) -> None:
+    assert ("hsx_job_samples", "") not in samples_of(telemetry)
