@@ -108,7 +108,11 @@ class EngineContract:
 
     def long_prompt(self, served: Served) -> tuple[Marker, NDArray[np.int32]]:
         """A prompt of many chunks, to be held."""
-        return served.prompt(served.model.config.max_position_embeddings - 8, seed=99)
+        return served.prompt(self.long_tokens(served), seed=99)
+
+    def long_tokens(self, served: Served) -> int:
+        """Length of `long_prompt`; by default about the model's context."""
+        return served.model.config.max_position_embeddings - 8
 
     async def test_facts(self, served: Served, client: SGLangClient) -> None:
         """A fit server has no problems, and says who it is."""

@@ -1,0 +1,175 @@
+"""Which record is the running server's, and why none is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+
+from hsx.engines.external import ExternalOwner, find_server
+from hsx.engines.process import boot_id, process_alive, start_ticks
+from hsx.errors import EngineError
+from hsx.testing.idle_server import record_of, write_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PORT = 30000
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A living process that is no server."""
+    sleeper = subprocess.Popen(["sleep", "3600"])
+    yield sleeper
+    sleeper.kill()
+    sleeper.wait()
+
+
+def refusal(dump_dir: Path) -> str:
+    """Why no server is found."""
+    with pytest.raises(EngineError) as caught:
+        find_server(dump_dir, PORT)
+    assert caught.value.kind == "epoch_unknown"
+    return caught.value.message
+
+
+def test_running_server_is_found(tmp_path: Path) -> None:
+    """Port, boot, pid and start time agree."""
+    record = record_of(os.getpid(), str(uuid4()))
+    write_record(tmp_path, record)
+    assert process_alive(record)
+    assert find_server(tmp_path, PORT) == record
+
+
+@pytest.mark.parametrize("changes", [{"boot_id": "another"}, {"start_ticks": 1}, {"pid": 1 << 22, "start_ticks": 5}])
+def test_process_that_is_gone(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Another boot, another process under the pid, or none: the message says that it is gone, and whose it was."""
+    record = replace(record_of(os.getpid(), str(uuid4())), **changes)
+    write_record(tmp_path, record)
+    assert not process_alive(record)
+    message = refusal(tmp_path)
+    assert "is gone" in message
+    assert record.epoch in message
+    assert f"pid {record.pid}" in message
+
+
+def test_zombie_is_gone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+    """A process that ended and was not waited for does not serve any more."""
+    record = record_of(process.pid, str(uuid4()))
+    write_record(tmp_path, record)
+    assert find_server(tmp_path, PORT) == record
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert start_ticks(process.pid) is None
+    assert "is gone" in refusal(tmp_path)
+
+
+def test_no_record_at_all(tmp_path: Path) -> None:
+    """No folder, an empty one, or folders without a record: nobody ever started a server here."""
+    for folder in (tmp_path / "none", tmp_path):
+        assert "no server was started there" in refusal(folder)
+    (tmp_path / str(uuid4())).mkdir()
+    assert "no server was started there" in refusal(tmp_path)
+
+
+def test_other_ports_only(tmp_path: Path) -> None:
+    """Servers on other ports are named, not taken."""
+    for port in (30001, 30002):
+        write_record(tmp_path, record_of(os.getpid(), str(uuid4()), port))
+    message = refusal(tmp_path)
+    assert "names port 30000" in message
+    assert "30001, 30002" in message
+
+
+def test_living_server_among_dead_ones(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Records of earlier epochs do not hide the running one."""
+    running = record_of(process.pid, str(uuid4()))
+    for record in (
+        replace(record_of(os.getpid(), str(uuid4())), start_ticks=3),
+        running,
+        record_of(os.getpid(), str(uuid4()), 30001),
+    ):
+        write_record(tmp_path, record)
+    assert find_server(tmp_path, PORT) == running
+
+
+def test_unreadable_record_is_told(tmp_path: Path) -> None:
+    """A record that cannot be read does not stop the search, and is named where it finds nothing."""
+    folder = write_record(tmp_path, record_of(os.getpid(), str(uuid4()), 30001))
+    broken = tmp_path / str(uuid4())
+    broken.mkdir()
+    (broken / "server.json").write_text("{")
+    assert str(broken) in refusal(tmp_path)
+    write_record(tmp_path, record_of(os.getpid(), str(uuid4())))
+    assert find_server(tmp_path, PORT).pid == os.getpid()
+    assert folder.exists()
+
+
+async def test_start_waits_for_a_server(tmp_path: Path) -> None:
+    """A server that comes later is found; stop leaves it alone."""
+    owner = ExternalOwner(tmp_path, PORT, wait_s=60, poll_s=0.01)
+    assert not owner.restarts
+    task = asyncio.create_task(owner.start())
+    while "no server was started" not in owner.situation:  # noqa: ASYNC110 - the owner polls, so the test does
+        await asyncio.sleep(0.01)
+    record = record_of(os.getpid(), str(uuid4()))
+    write_record(tmp_path, record)
+    assert await task == record
+    assert record.epoch in owner.situation
+    await owner.stop(0)
+    assert process_alive(record)
+
+
+async def test_start_gives_up(tmp_path: Path) -> None:
+    """After its time the reason is what the last look found."""
+    write_record(tmp_path, replace(record_of(os.getpid(), str(uuid4())), boot_id="another"))
+    with pytest.raises(EngineError, match=r"is gone.*waited 0 s") as caught:
+        await ExternalOwner(tmp_path, PORT, wait_s=0).start()
+    assert caught.value.kind == "epoch_unknown"
+
+
+async def test_ended_follows_the_process(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+    """It returns when the process ends, not before, and at once for one that is gone already."""
+    record = record_of(process.pid, str(uuid4()))
+    write_record(tmp_path, record)
+    owner = ExternalOwner(tmp_path, PORT, wait_s=0)
+    await owner.start()
+    task = asyncio.create_task(owner.ended())
+    await asyncio.wait([task], timeout=0.05)
+    assert not task.done()
+    process.kill()
+    assert f"process {process.pid} of epoch {record.epoch} is gone" in await task
+    process.wait()
+    assert "is gone" in await owner.ended()
+
+
+async def test_ended_can_be_cancelled(tmp_path: Path) -> None:
+    """Giving up the watch leaves no reader behind."""
+    write_record(tmp_path, record_of(os.getpid(), str(uuid4())))
+    owner = ExternalOwner(tmp_path, PORT, wait_s=0)
+    await owner.start()
+    for _ in range(3):
+        task = asyncio.create_task(owner.ended())
+        await asyncio.wait([task], timeout=0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_ended_without_a_start(tmp_path: Path) -> None:
+    """There is nothing to watch."""
+    with pytest.raises(RuntimeError, match="no server was found"):
+        await ExternalOwner(tmp_path, PORT, wait_s=0).ended()
+
+
+def test_boot_id_is_one_line() -> None:
+    """As `hsx serve` writes it."""
+    assert boot_id() == boot_id().strip()
+    assert len(boot_id()) == 36

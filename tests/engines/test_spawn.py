@@ -1,0 +1,244 @@
+"""Nothing of a spawned server outlives hsx, and a start that fails says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hsx.engines.process import descendants, start_ticks
+from hsx.engines.reaper import OWNER_GONE
+from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.errors import EngineError
+from hsx.testing.idle_server import PIDS_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+PATIENCE_S = 60.0
+
+# A small hsx: it starts a server, says so, and waits to be killed.
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from hsx.engines.spawn import SpawnOwner, SpawnPlan
+
+async def main(folder):
+    command = [sys.executable, "-m", "hsx.testing.idle_server", str(folder / "dumps"), "--stubborn"]
+    owner = SpawnOwner(SpawnPlan(command=command, dump_dir=folder / "dumps", log_file=folder / "server.log"))
+    print((await owner.start()).epoch, flush=True)
+    await owner.ended()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def plan(folder: Path, *options: str, record_timeout_s: float = PATIENCE_S) -> SpawnPlan:
+    """An idle server under `folder`."""
+    return SpawnPlan(
+        command=[sys.executable, "-m", "hsx.testing.idle_server", str(folder / "dumps"), *options],
+        args=["--port", "7"],
+        dump_dir=folder / "dumps",
+        log_file=folder / "server.log",
+        env={"HSX_TEST_VARIABLE": "there"},
+        record_timeout_s=record_timeout_s,
+    )
+
+
+def pids(folder: Path, epoch: str) -> dict[str, Any]:
+    """What the idle server wrote of itself."""
+    document: dict[str, Any] = json.loads((folder / "dumps" / epoch / PIDS_NAME).read_text())
+    return document
+
+
+def tree(written: dict[str, Any]) -> list[int]:
+    """The pids of its three processes."""
+    return [written[name] for name in ("main", "child", "orphan")]
+
+
+def alive(numbers: list[int]) -> list[int]:
+    """Those of the pids that run."""
+    return [number for number in numbers if start_ticks(number) is not None]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that another process does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - other processes have no event to wait for
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def owner(tmp_path: Path) -> AsyncIterator[SpawnOwner]:
+    """An owner of an idle server, stopped at the end."""
+    owner = SpawnOwner(plan(tmp_path))
+    yield owner
+    await owner.stop(0)
+
+
+async def test_start_and_stop(tmp_path: Path, owner: SpawnOwner) -> None:
+    """The record names the server itself; the arguments reach it; a stop leaves nothing, and is idempotent."""
+    assert owner.restarts
+    record = await owner.start()
+    written = pids(tmp_path, record.epoch)
+    assert record.pid == written["main"]
+    assert written["rest"] == ["--port", "7"]
+    assert alive(tree(written)) == tree(written)
+    environ = await asyncio.to_thread(Path(f"/proc/{record.pid}/environ").read_bytes)
+    assert b"HSX_TEST_VARIABLE=there" in environ
+    await owner.stop(PATIENCE_S)
+    assert alive(tree(written)) == []
+    await owner.stop(PATIENCE_S)
+    assert "SIGTERM" in await owner.ended()
+
+
+async def test_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
+    """A server that ignores SIGTERM is killed when its grace is over."""
+    owner = SpawnOwner(plan(tmp_path, "--stubborn"))
+    written = pids(tmp_path, (await owner.start()).epoch)
+    await owner.stop(0.1)
+    assert alive(tree(written)) == []
+    assert "SIGKILL" in await owner.ended()
+
+
+async def test_restart_is_another_epoch(tmp_path: Path, owner: SpawnOwner) -> None:
+    """Start, stop, start: two epochs; a start over a running server is a mistake of the caller."""
+    first = await owner.start()
+    with pytest.raises(RuntimeError, match="still runs"):
+        await owner.start()
+    await owner.stop(PATIENCE_S)
+    second = await owner.start()
+    assert first.epoch != second.epoch
+    assert alive(tree(pids(tmp_path, second.epoch))) == tree(pids(tmp_path, second.epoch))
+
+
+async def test_death_of_the_server_takes_its_tree(tmp_path: Path, owner: SpawnOwner) -> None:
+    """When the main process is killed, `ended` tells how, and what it left behind is gone by then."""
+    written = pids(tmp_path, (await owner.start()).epoch)
+    watching = asyncio.create_task(owner.ended())
+    os.kill(written["main"], signal.SIGKILL)
+    sentence = await asyncio.wait_for(watching, PATIENCE_S)
+    assert "SIGKILL" in sentence
+    assert "idle server is up" in sentence
+    assert alive(tree(written)) == []
+
+
+async def test_death_of_the_reaper_takes_the_server(tmp_path: Path, owner: SpawnOwner) -> None:
+    """Even where the reaper is killed, the server does not run on unwatched; `ended` returns."""
+    written = pids(tmp_path, (await owner.start()).epoch)
+    reaper = next(pid for pid in descendants(os.getpid()) if written["main"] in descendants(pid))
+    os.kill(reaper, signal.SIGKILL)
+    await asyncio.wait_for(owner.ended(), PATIENCE_S)
+    await until(lambda: not alive([written["main"]]))
+    for left in alive(tree(written)):
+        os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_death_of_hsx_takes_everything(tmp_path: Path, number: signal.Signals) -> None:
+    """However hsx dies, its reaper and the whole tree vanish."""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, str(tmp_path), stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    epoch = (await parent.stdout.readline()).decode().strip()
+    below = descendants(parent.pid)
+    written = pids(tmp_path, epoch)
+    assert set(tree(written)) <= set(below)
+    assert len(below) == 4
+    parent.send_signal(number)
+    await parent.wait()
+    await until(lambda: not alive(below))
+
+
+async def test_reaper_whose_owner_is_gone_starts_nothing(tmp_path: Path) -> None:
+    """If the owner died while the reaper was starting, nothing is started: its pid is not the parent's."""
+    marker = tmp_path / "started"
+    command = [sys.executable, "-m", "hsx.engines.reaper", "1", "touch", str(marker)]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == OWNER_GONE
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("exit 0", 0), ("kill -SEGV $$", 128 + signal.SIGSEGV)])
+async def test_reaper_forwards_the_exit_status(script: str, status: int) -> None:
+    """The command's own status, or 128 and the signal."""
+    command = [sys.executable, "-m", "hsx.engines.reaper", str(os.getpid()), "sh", "-c", script]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == status
+
+
+async def test_early_end_is_told_with_the_output(tmp_path: Path) -> None:
+    """A server that ends before its record: the status, the command and the end of its output."""
+    owner = SpawnOwner(plan(tmp_path, "--exit", "3", "--last-words", "no such model"))
+    with pytest.raises(EngineError) as caught:
+        await owner.start()
+    assert caught.value.kind == "server_start_failed"
+    assert "ended with exit status 3" in caught.value.message
+    assert "no such model" in caught.value.message
+    assert "--port 7" in caught.value.message
+
+
+async def test_output_of_an_earlier_start_is_not_told(tmp_path: Path) -> None:
+    """The log is appended to; an error shows only what this start wrote."""
+    (tmp_path / "server.log").write_text("of yesterday\n")
+    with pytest.raises(EngineError) as caught:
+        await SpawnOwner(plan(tmp_path, "--exit", "1")).start()
+    assert "of yesterday" not in caught.value.message
+    assert (tmp_path / "server.log").read_text().startswith("of yesterday\n")
+
+
+async def test_command_that_is_not_there(tmp_path: Path) -> None:
+    """An interpreter that does not exist is an error of the start, with its name."""
+    missing = SpawnPlan(command=["/nowhere/python"], dump_dir=tmp_path, log_file=tmp_path / "server.log")
+    with pytest.raises(EngineError, match="cannot start /nowhere/python") as caught:
+        await SpawnOwner(missing).start()
+    assert caught.value.kind == "server_start_failed"
+
+
+async def test_silent_server_is_given_up(tmp_path: Path) -> None:
+    """Without a record in time the start fails, and nothing is left of it."""
+    before = set(descendants(os.getpid()))
+    with pytest.raises(EngineError, match="wrote no") as caught:
+        await SpawnOwner(plan(tmp_path, "--no-record", record_timeout_s=0.5)).start()
+    assert caught.value.kind == "server_start_failed"
+    assert set(descendants(os.getpid())) <= before
+
+
+async def test_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    """Cancelling a start ends what it began."""
+    before = set(descendants(os.getpid()))
+    task = asyncio.create_task(SpawnOwner(plan(tmp_path, "--no-record")).start())
+    await until(lambda: bool(set(descendants(os.getpid())) - before))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(descendants(os.getpid())) <= before
+
+
+def test_start_from_another_thread_is_refused(tmp_path: Path) -> None:
+    """The kernel reports the death of the forking thread, so only the main thread may fork."""
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(SpawnOwner(plan(tmp_path)).start())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "main thread" in found[0]
+
+
+async def test_ended_without_a_start(owner: SpawnOwner) -> None:
+    """There is nothing to wait for."""
+    with pytest.raises(RuntimeError, match="no server was started"):
+        await owner.ended()
