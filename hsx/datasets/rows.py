@@ -53,7 +53,9 @@ def fields_of(line: bytes) -> dict[str, msgspec.Raw]:
     except msgspec.ValidationError as error:
         raise Bad("bad_type", f"the line is not a JSON object: {error}") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Bad("not_json", f"{error}; the line begins with {_excerpt(line)}") from error
+        # Decoders call the missing half of a surrogate pair anything from truncated to malformed.
+        hint = " (a lone surrogate?)" if b"\\ud" in line.lower() else ""
+        raise Bad("not_json", f"{error}{hint}; the line begins with {_excerpt(line)}") from error
 
 
 def value_of(fields: dict[str, msgspec.Raw], name: str) -> Any:  # noqa: ANN401 - JSON is any of several types

@@ -31,6 +31,9 @@ _PLACEHOLDER: Final = re.compile("\ue0f0([0-9]+)\ue0f1")
 PROBE: Final = "How are you doing?  12345 naïve 日本語\n\n\tif x:"
 
 
+_Places = list[tuple[int, int]]
+
+
 class TemplateError(Exception):
     """This conversation cannot be rendered, or not be told apart from the template's own text; the message says why."""
 
@@ -142,10 +145,10 @@ class ChatTemplate:
         places = _filled(text, literals, [segments[number].text for number in order])
         if places is None:
             raise TemplateError("the rendering is not the template's own text with the turns' text in it: a turn was rewritten")
-        return Rendered(text, tuple(self._spans(turns, segments, text, order, places)))
+        return Rendered(text, tuple(self._spans(turns, framed, segments, text, order, places)))
 
     def _spans(
-        self, turns: list[Turn], segments: list[_Segment], text: str, order: list[int], places: list[tuple[int, int]]
+        self, turns: list[Turn], framed: list[Turn], segments: list[_Segment], text: str, order: list[int], places: _Places
     ) -> Iterator[tuple[int, int]]:
         bounds: dict[int, tuple[int, int]] = {}
         floor: dict[int, int] = {}
@@ -156,8 +159,11 @@ class ChatTemplate:
             floor.setdefault(turn, end_before)
             bounds[turn] = (min(first, start), end)
             end_before = end
-        for turn, (start, end) in sorted(bounds.items()):
+        for turn, (first, last) in sorted(bounds.items()):
             if turns[turn].role == "assistant":
+                before, after = _edges(framed[turn].content)
+                start = first - len(before) if text.endswith(before, floor[turn], first) else first
+                end = last + len(after) if text.startswith(after, last) else last
                 prompt = self._prompt_of(turns[:turn])
                 at = text.rfind(prompt, floor[turn], start) if prompt else -1
                 yield (at + len(prompt) if at >= 0 else start), end + self._end_of_turn(text, end)
@@ -203,7 +209,13 @@ def _framed(turns: list[Turn]) -> tuple[list[_Segment], list[Turn]]:
     return segments, framed
 
 
-def _filled(text: str, literals: list[str], fillings: list[str]) -> list[tuple[int, int]] | None:
+def _edges(framed: str) -> tuple[str, str]:
+    """The tags before the first and after the last placeholder of a turn, which are its text as well."""
+    pieces = _PLACEHOLDER.split(framed)
+    return pieces[0].lstrip(), pieces[-1].rstrip()
+
+
+def _filled(text: str, literals: list[str], fillings: list[str]) -> _Places | None:
     """Where each filling stands in `text`, when `text` is the literals with the fillings between them; else None."""
     places = []
     position = len(literals[0])

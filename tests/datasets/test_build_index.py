@@ -1,0 +1,148 @@
+"""Indexing a dataset: refusing or skipping bad rows, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hsx.datasets.jsonl import JsonlFile
+from hsx.datasets.rows import Limits
+from hsx.datasets.tokens import TokenRows
+from hsx.errors import RunError
+from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, read_summary
+from hsx.stores.tokens import TokenTable, is_complete
+
+if TYPE_CHECKING:
+    from hsx.ports import BadRow
+
+Write = Callable[[bytes], Path]
+GOOD = b'{"id": "a", "input_ids": [1, 2, 3]}\n{"id": "b", "input_ids": [4]}\n{"id": "c", "input_ids": [5, 6, 7, 8, 9]}\n'
+MIXED = (
+    GOOD + b'nonsense\n{"id": "a", "input_ids": [1]}\n{"id": "d", "input_ids": [100]}\n{"id": "e", "input_ids": [1, 2, 3]}\n'
+)
+
+
+class Indexing:
+    """Runs `build_index` in a folder and keeps what it reported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.group = folder / "store"
+        self.state = folder / "job"
+        self.rejected: list[BadRow] = []
+        self.complete_at_reject: set[bool] = set()
+        self.steps: list[tuple[int, int]] = []
+
+    def reject(self, row: BadRow) -> None:
+        self.rejected.append(row)
+        self.complete_at_reject.add(is_complete(self.group))
+
+    def progress(self, rows: int, tokens: int) -> None:
+        self.steps.append((rows, tokens))
+
+    def run(self, path: Path, *, skip: bool = False) -> IndexSummary:
+        dataset = TokenRows(JsonlFile(path), Limits(vocab_size=100, max_tokens=8))
+        progress = self.steps.append
+        return build_index(
+            dataset,
+            self.group,
+            "skip" if skip else "refuse",
+            self.reject,
+            lambda rows, tokens: progress((rows, tokens)),
+            self.state,
+        )
+
+
+@pytest.fixture
+def indexing(tmp_path: Path) -> Indexing:
+    return Indexing(tmp_path)
+
+
+def test_clean_dataset(indexing: Indexing, write: Write) -> None:
+    summary = indexing.run(write(GOOD))
+    assert summary == IndexSummary(samples=3, tokens=9, longest=5, rejected=0, histogram={1: 1, 4: 1, 8: 1})
+    table = TokenTable(indexing.group)
+    assert [table.input_ids(index).tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert read_summary(table) == summary
+    assert indexing.rejected == []
+    assert indexing.steps == [(3, 9)]
+    assert not (indexing.state / BAD_ROWS_FILE).exists()
+
+
+def test_recorded_fingerprint_is_the_datasets(indexing: Indexing, write: Write) -> None:
+    path = write(GOOD)
+    indexing.run(path)
+    assert TokenTable(indexing.group).dataset == TokenRows(JsonlFile(path), Limits(100, 8)).fingerprint()
+
+
+def test_refusing_lists_every_bad_row_and_writes_no_index(indexing: Indexing, write: Write) -> None:
+    with pytest.raises(RunError) as caught:
+        indexing.run(write(MIXED))
+    assert caught.value.kind == "dataset_rejected"
+    first, *lines = caught.value.message.splitlines()
+    assert first.startswith("3 of 7 rows are bad")
+    assert str(indexing.state / BAD_ROWS_FILE) in first
+    assert [line.split(":")[0].strip() for line in lines] == ["line 4", "line 5 id 'a'", "line 6 id 'd'"]
+    assert [line.split(": ")[1] for line in lines] == ["not_json", "duplicate_id", "out_of_vocabulary"]
+    assert not indexing.group.exists()
+    assert indexing.rejected == []
+
+
+def test_refusing_many_shows_fifty_and_keeps_all_in_the_file(indexing: Indexing, write: Write) -> None:
+    with pytest.raises(RunError) as caught:
+        indexing.run(write(GOOD + b"bad\n" * 120))
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 52
+    assert lines[-1].strip() == "... and 70 more"
+    listed = [json.loads(line) for line in (indexing.state / BAD_ROWS_FILE).read_text(encoding="utf-8").splitlines()]
+    assert [row["line"] for row in listed] == list(range(4, 124))
+    assert listed[0].keys() == {"line", "sample_id", "reason", "message"}
+
+
+def test_skipping_reports_bad_rows_before_the_index_is_complete(indexing: Indexing, write: Write) -> None:
+    summary = indexing.run(write(MIXED), skip=True)
+    assert (summary.samples, summary.rejected) == (4, 3)
+    assert [(row.line, row.reason) for row in indexing.rejected] == [
+        (4, "not_json"),
+        (5, "duplicate_id"),
+        (6, "out_of_vocabulary"),
+    ]
+    assert indexing.complete_at_reject == {False}
+    table = TokenTable(indexing.group)
+    assert [table.sample_id(index) for index in range(table.count)] == ["a", "b", "c", "e"]
+    assert read_summary(table).rejected == 3
+
+
+@pytest.mark.parametrize(("content", "expected"), [(b"\n", "no usable row"), (b"bad\nworse\n", "all 2 rows are bad")])
+def test_no_usable_row(indexing: Indexing, write: Write, content: bytes, expected: str) -> None:
+    with pytest.raises(RunError, match=expected) as caught:
+        indexing.run(write(content), skip=True)
+    assert caught.value.kind == "dataset_empty"
+    assert not is_complete(indexing.group)
+
+
+def test_failing_file_leaves_no_index(indexing: Indexing, write: Write) -> None:
+    with pytest.raises(RunError) as caught:
+        indexing.run(write(GOOD + b'{"id": "\xff"}'))
+    assert caught.value.kind == "dataset_unreadable"
+    assert not indexing.group.exists()
+
+
+def test_list_of_an_earlier_refusal_goes_away(indexing: Indexing, write: Write) -> None:
+    with pytest.raises(RunError):
+        indexing.run(write(MIXED))
+    indexing.run(write(GOOD))
+    assert not (indexing.state / BAD_ROWS_FILE).exists()
+
+
+def test_progress_is_reported_each_thousand_rows(indexing: Indexing, write: Write) -> None:
+    indexing.run(write(b"".join(b'{"id": %d, "input_ids": [1]}\n' % number for number in range(2500))))
+    assert indexing.steps == [(1000, 1000), (2000, 2000), (2500, 2500)]
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8192, 8192), (8193, 16384)])
+def test_buckets_are_powers_of_two(tokens: int, bucket: int) -> None:
+    assert bucket_of(tokens) == bucket
