@@ -101,7 +101,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--against-hf", metavar="MODEL", help="recompute some samples with transformers from this model folder")
     verify.add_argument("--hf-samples", type=_count, default=4, metavar="N", help="how many to recompute (default: 4)")
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which samples a fraction takes (default: 0)")
+    verify.add_argument(
+        "--tolerance",
+        type=_positive,
+        metavar="E",
+        help="largest relative error of a token for --against-hf (default: 2^-7, for a server in float32; in bf16 try 0.1)",
+    )
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which samples are chosen (default: 0)")
     show = commands.add_parser("show", parents=[job, json, verbose], help="show one sample: ids, norms, where it lies")
     show.add_argument("sample", metavar="SAMPLE", help="index or id of the sample")
     quarantine = commands.add_parser("quarantine", help="list quarantined samples, or give them another chance")

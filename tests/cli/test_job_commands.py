@@ -1,0 +1,196 @@
+"""Commands on a job that has been run: plan, show, verify, quarantine; as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hsx.cli import main
+from hsx.exit_codes import ExitCode
+from hsx.locks import JOB_LOCK, locked
+from hsx.testing.jobs import write_job
+from hsx.testing.left_job import LeftJob, leave_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> LeftJob:
+    return leave_job(tmp_path)
+
+
+class Screen:
+    """What a command printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def text(self) -> str:
+        return self._capsys.readouterr().out
+
+    def json(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.text())
+        return document
+
+    def error(self) -> str:
+        return self._capsys.readouterr().err
+
+
+@pytest.fixture
+def screen(capsys: pytest.CaptureFixture[str]) -> Screen:
+    return Screen(capsys)
+
+
+def test_plan_of_a_job_that_has_not_begun(tmp_path: Path, screen: Screen) -> None:
+    job = write_job(tmp_path)
+    assert main(["plan", str(job), "--json", "--rate", "5"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["samples"], document["tokens"], document["longest"]) == (5, 15, 5)
+    assert document["bytes_per_token"] == 3 * 64 * 2
+    assert document["payload_bytes"] == 15 * 384
+    assert (document["hours"], document["rate_source"], document["fits"]) == (15 / 5 / 3600, "given", True)
+    assert not (tmp_path / "store.zarr").exists()
+    assert main(["plan", str(job)]) == ExitCode.DONE
+    text = screen.text()
+    assert "samples    5, the longest 5 tokens" in text
+    assert "time       unknown: give --rate" in text
+    assert text.endswith("it fits\n")
+
+
+def test_plan_of_a_job_that_was_begun_tells_what_is_left(left: LeftJob, screen: Screen) -> None:
+    assert main(["plan", left.file, "--json"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["samples"], document["tokens"], document["committed"]) == (1, 5, 3)
+    assert main(["plan", left.file]) == ExitCode.DONE
+    assert "committed  3 samples; what follows is what is left" in screen.text()
+
+
+def test_plan_of_a_job_that_does_not_fit(tmp_path: Path, screen: Screen) -> None:
+    disk = "900TiB"
+    job = write_job(tmp_path, {"roots": [{"name": "a", "path": "root-a", "reserve": disk}]})
+    assert main(["plan", str(job)]) == ExitCode.REFUSED
+    assert "roots[0].reserve" in screen.error()
+
+
+def test_plan_lists_bad_rows(tmp_path: Path, screen: Screen) -> None:
+    job = write_job(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write('{"id": "x"}\nnot json\n' + '{"id": "y", "input_ids": [900]}\n' * 30)
+    assert main(["plan", str(job)]) == ExitCode.REFUSED
+    error = screen.error()
+    assert error.startswith(f"hsx: error [dataset_rejected] {tmp_path}/rows.jsonl has 32 bad rows; on_bad_row = 'skip'")
+    assert "line 7: not_json" in error
+    assert "... and 12 more" in error
+    assert main(["plan", str(write_skipping(tmp_path)), "--json"]) == ExitCode.DONE
+
+
+def write_skipping(folder: Path) -> Path:
+    rows = (folder / "rows.jsonl").read_text(encoding="utf-8")
+    job = write_job(folder, {"dataset": {"on_bad_row": "skip"}})
+    (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
+    return job
+
+
+def test_plan_counts_rows_that_are_skipped(tmp_path: Path, screen: Screen) -> None:
+    write_job(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write("nonsense\n")
+    assert main(["plan", str(write_skipping(tmp_path))]) == ExitCode.DONE
+    assert "; 1 bad rows are left out" in screen.text()
+
+
+def test_plan_of_a_dataset_without_rows(tmp_path: Path, screen: Screen) -> None:
+    job = write_job(tmp_path, {"dataset": {"format": "tokens"}})
+    (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
+    assert main(["plan", str(job)]) == ExitCode.REFUSED
+    assert "hsx: error [dataset_empty]" in screen.error()
+
+
+def test_show_a_sample_by_index_and_by_id(left: LeftJob, screen: Screen) -> None:
+    assert main(["show", left.file, "row-1", "--json"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["index"], document["tokens"], document["first_ids"], document["root"]) == (1, 2, [1, 2], "a")
+    assert [state["name"] for state in document["states"]] == ["h_1", "h_3", "post_norm"]
+    assert main(["show", left.file, "1"]) == ExitCode.DONE
+    text = screen.text()
+    assert f"crc32c {document['crc32c']:08x}" in text
+    assert document["marker"] in text
+    assert "post_norm" in text
+
+
+def test_show_a_sample_that_is_not_committed(left: LeftJob, screen: Screen) -> None:
+    assert main(["show", left.file, "4"]) == ExitCode.DONE
+    assert "state     not committed" in screen.text()
+
+
+def test_show_an_unknown_sample(left: LeftJob, screen: Screen) -> None:
+    assert main(["show", left.file, "nobody"]) == ExitCode.REFUSED
+    assert screen.error().startswith("hsx: error [sample_unknown] ")
+
+
+def test_verify_a_whole_store(left: LeftJob, screen: Screen) -> None:
+    assert main(["verify", left.file, "--json"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["ok"], document["committed"], document["read"], document["tokens"]) == (True, 3, 3, 6)
+    assert main(["verify", "--store", str(left.loaded.store)]) == ExitCode.DONE
+    assert "result     whole" in screen.text()
+
+
+def test_verify_a_damaged_store(left: LeftJob, screen: Screen) -> None:
+    shard = left.shard(1)
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    left.shard(2).unlink()
+    assert main(["verify", left.file]) == ExitCode.DAMAGED
+    text = screen.text()
+    assert "result     2 damages" in text
+    assert "missing" in text
+    assert main(["verify", left.file, "--json"]) == ExitCode.DAMAGED
+    assert {damage["index"] for damage in screen.json()["damage"]} == {1, 2}
+
+
+def test_verify_without_a_ledger_or_a_store(tmp_path: Path, screen: Screen) -> None:
+    assert main(["verify", str(write_job(tmp_path))]) == ExitCode.RUN_ERROR
+    assert "expected the job's ledger, or use --store" in screen.error()
+    assert main(["verify", "--store", str(tmp_path)]) == ExitCode.RUN_ERROR
+    assert screen.error().startswith("hsx: error [store_invalid] ")
+
+
+def test_quarantine_is_listed_with_its_reasons(left: LeftJob, screen: Screen) -> None:
+    assert main(["quarantine", "list", left.file, "--json"]) == ExitCode.DONE
+    (row,) = screen.json()["quarantined"]
+    assert (row["index"], row["reason"], row["evidence"], row["attempts"]) == (3, "finite", "4 values are NaN", 1)
+    assert main(["quarantine", "list", left.file]) == ExitCode.DONE
+    assert "4 values are NaN" in screen.text()
+
+
+@pytest.mark.parametrize("choice", [["3"], ["--all"]])
+def test_quarantined_samples_get_another_chance(left: LeftJob, screen: Screen, choice: list[str]) -> None:
+    assert main(["quarantine", "requeue", left.file, *choice]) == ExitCode.DONE
+    assert screen.text() == "1 samples are free again; the next `hsx run` tries them\n"
+    assert main(["quarantine", "list", left.file]) == ExitCode.DONE
+    assert screen.text() == "no sample is quarantined\n"
+    assert main(["plan", left.file, "--json"]) == ExitCode.DONE
+    assert screen.json()["samples"] == 2
+
+
+def test_requeue_of_a_sample_that_is_not_quarantined_changes_nothing(left: LeftJob, screen: Screen) -> None:
+    assert main(["quarantine", "requeue", left.file, "3", "0"]) == ExitCode.REFUSED
+    assert screen.error().startswith("hsx: error [sample_unknown] samples 0 are not quarantined")
+    assert main(["quarantine", "list", left.file, "--json"]) == ExitCode.DONE
+    assert len(screen.json()["quarantined"]) == 1
+
+
+def test_requeue_waits_for_no_running_job(left: LeftJob, screen: Screen) -> None:
+    with locked(left.loaded.state_dir / JOB_LOCK, "job"):
+        assert main(["quarantine", "requeue", left.file, "--all"]) == ExitCode.LOCKED
+    assert screen.error().startswith("hsx: error [job_locked] job tiny is held by ")
+
+
+def test_quarantine_of_a_job_that_never_ran(tmp_path: Path, screen: Screen) -> None:
+    assert main(["quarantine", "list", str(write_job(tmp_path))]) == ExitCode.RUN_ERROR
+    assert "expected the ledger of a job that has been run" in screen.error()
