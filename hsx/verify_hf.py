@@ -100,7 +100,7 @@ class HfReport:
                     raise RunError(
                         "store_damaged",
                         f"sample {sample.index}: {state.name} differs from {self.model} by {state.worst:.2e} at token "
-                        f"{state.worst_token} (median {state.median:.2e}); expected at most {self.tolerance:.2e}, and neighbour "
+                        f"{state.worst_token} (median {state.median:.2e}); expected at most {self.tolerance:.2e}, and "
                         f"{state.neighbour} (median {state.neighbour_median:.2e}) to miss by {self.margin:g} times more",
                     )
 
@@ -230,7 +230,6 @@ def choose(committed: list[int], samples: int, seed: int) -> list[int]:
 
 
 def _check_fits(store: Store, model: HfModel, path: str) -> None:
-    width = getattr(getattr(model._model, "config", None), "hidden_size", store.hidden_size)
     deepest = max(store.info.spec.layers, default=0)
     if model.hidden_size != store.hidden_size or deepest >= model.layers:
         raise RunError(
