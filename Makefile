@@ -1,0 +1,65 @@
+# One command per chore; CI calls the same ones. Everything is made below this folder (.venv, .venvs, build), except Debian's
+# package `systemd`, which the tests of the units need and scripts/setup_system.sh installs where it may.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SGLANG := .venvs/sglang-0.5.23
+SGLANG_OLD := .venvs/sglang-0.5.18
+
+.PHONY: help setup setup-sglang setup-tests demo test check fast types lint format bench docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "setting up $(VENV): hsx with everything its tests need (about two minutes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.3,<26'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: $(VENV)/.stamp  ## the development environment, .venv
+
+setup-sglang:  ## an environment with the real SGLang on a CPU, .venvs/sglang-0.5.23
+	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.23 $(SGLANG)
+
+setup-tests: setup setup-sglang  ## what `make test` needs besides: a second SGLang, the trained model, systemd's tools
+	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.18 $(SGLANG_OLD)
+	$(BIN)/python scripts/prepare_demo_model.py build/smollm2
+	scripts/setup_system.sh
+
+demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
+	$(BIN)/python scripts/demo.py
+
+test: setup-tests  ## all tests, those on the real SGLang included
+	$(BIN)/python -m pytest
+
+check: setup lint types fast  ## lint, types, fast tests
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy
+
+fast:
+	$(BIN)/python -m pytest -m 'not slow and not sglang' -q
+
+format:  ## formats the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## benchmarks, as ratios measured in one run; results in build/bench
+	mkdir -p build/bench
+	$(BIN)/python scripts/bench_index.py
+	$(BIN)/python scripts/bench_store.py
+
+docs: setup  ## regenerates the generated pages, and builds docs/ into build/site
+	$(BIN)/python scripts/generate_docs.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'mkdocs>=1.6,<2'
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## removes what was built, environments included
+	rm -rf build .venv .venvs .mypy_cache .ruff_cache .pytest_cache .hypothesis

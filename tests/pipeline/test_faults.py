@@ -1,0 +1,131 @@
+"""One fault at a time in the server: what is stored stays the truth, and what failed is named and tried again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hsx.testing.tiny_job import TinyJob, make_job
+from hsx.testing.truth import wrong_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hsx.app import Outcome
+    from hsx.testing.servers import RunningServer
+
+# fault of the server -> what the ledger names as the reason; one strike, so a retry must mend it
+CAUGHT = {
+    "dump_of_another_sample": "tokens_equal",
+    "shifted_rows": "tokens_equal",
+    "chunk_doubled": "tokens_equal",
+    "wrong_ids": "tokens_equal",
+    "last_chunk_missing": "tokens_equal",
+    "zero_layer": "nonzero_rows",
+    "nan_row": "finite",
+    "constant_rows": "not_repeated",
+    "equal_layers": "not_repeated",
+    "dump_never": "published",
+    "truncated_file": "dump_invalid",
+    "bad_header": "dump_invalid",
+    "wrong_epoch": "epoch",
+    "wrong_marker_inside": "expected",
+    "cached_tokens": "uncached",
+    "wrong_prompt_tokens": "prompt_tokens",
+    "retraction": "uncached",
+    "abort": "request_failed",
+    "http_500": "request_failed",
+    "connection_reset_before": "request_failed",
+    "connection_reset_after": "request_failed",
+}
+
+
+@pytest.fixture
+def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
+    """Makes a job for the shared server."""
+
+    def make(**options: Any) -> TinyJob:
+        return make_job(tmp_path, server=server, **options)
+
+    return make
+
+
+async def run_with(server: RunningServer, job: TinyJob, fault: str, *, count: int, match: str = "", strikes: int) -> Outcome:
+    """Runs the job under a fault, and makes sure that the fault did strike."""
+    before = Counter(await server.struck())
+    await server.fault(fault, count=count, match=match)
+    outcome = await job.run()
+    assert Counter(await server.struck()) - before == {fault: strikes}
+    assert wrong_samples(job.loaded) == []
+    return outcome
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+async def test_a_fault_is_caught_named_and_mended_by_a_retry(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = job_of()
+    outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
+    assert (outcome.committed, outcome.pending, outcome.quarantined) == (12, 0, 0)
+    with job.ledger() as ledger:
+        assert ledger.failures_by_reason() == {CAUGHT[fault]: 1}
+        assert ledger.sample(3).attempts == 2
+
+
+@pytest.mark.parametrize("fault", ["dump_late", "dump_twice", "slow", "sequence_gap"])
+async def test_what_is_odd_but_harmless_costs_nothing(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = job_of()
+    outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
+    assert outcome.committed == 12
+    with job.ledger() as ledger:
+        assert ledger.failures_by_reason() == {}
+
+
+@pytest.mark.parametrize("fault", ["nan_row", "wrong_ids", "dump_never"])
+async def test_a_lasting_fault_is_quarantined_with_its_reason_and_the_rest_goes_on(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = job_of(pipeline={"dump_deadline_s": 0.5})
+    outcome = await run_with(server, job, fault, count=-1, match="-3-", strikes=3)
+    assert (outcome.committed, outcome.pending, outcome.quarantined) == (11, 0, 1)
+    with job.ledger() as ledger:
+        (row,) = ledger.quarantined()
+        assert (row.index, row.reason, row.failures) == (3, CAUGHT[fault], 3)
+        assert row.evidence
+
+
+async def test_a_refused_prompt_is_quarantined_at_once(job_of: Callable[..., TinyJob], server: RunningServer) -> None:
+    job = job_of()
+    outcome = await run_with(server, job, "http_400", count=1, match="-3-1-", strikes=1)
+    assert (outcome.committed, outcome.quarantined) == (11, 1)
+    with job.ledger() as ledger:
+        (row,) = ledger.quarantined()
+        assert (row.reason, row.failures) == ("request_refused", 1)
+
+
+@pytest.mark.parametrize("fault", ["http_503", "enospc"])
+async def test_congestion_is_waited_out_and_held_against_nobody(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = job_of()
+    outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
+    assert (outcome.committed, outcome.quarantined) == (12, 0)
+    with job.ledger() as ledger:
+        assert ledger.failures_by_reason() == {}
+
+
+async def test_rows_swapped_between_two_prompts_are_caught_in_both(
+    job_of: Callable[..., TinyJob], server: RunningServer
+) -> None:
+    job = job_of()
+    await server.fault("swapped_rows_between_two", count=1)
+    outcome = await job.run()
+    assert outcome.committed == 12
+    assert wrong_samples(job.loaded) == []
+    with job.ledger() as ledger:
+        assert ledger.failures_by_reason() == {"tokens_equal": 2}
