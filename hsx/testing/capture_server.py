@@ -6,12 +6,10 @@ Talks plain HTTP, so that nothing of the engines, the pipeline or the dump direc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +22,8 @@ import numpy as np
 
 from hsx.core.dump import decode_header
 from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
+from hsx.engines.reaper import KILL_NOW
+from hsx.testing.servers import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ CPU_ARGUMENTS: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none"),
     *("--max-total-tokens", "16384", "--chunked-prefill-size", "128", "--disable-radix-cache", "--skip-server-warmup"),
 )
-CPU_VARIABLES: Final = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+CPU_VARIABLES: Final = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 START_S: Final = 300.0
 """Longest start allowed: on a busy machine of two cores it takes a minute."""
 
@@ -71,9 +71,7 @@ class CaptureServer:
         self.dumps = self.folder / "dumps" / self.epoch
         self.unrounded = self.folder / "float32"
         self.log = self.folder / "server.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -106,9 +104,9 @@ class CaptureServer:
         environment = {**os.environ, **CPU_VARIABLES, "HSX_CAPTURE_FLOAT32": str(self.unrounded), **self.variables}
         command = self.command()
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            # Through the reaper, so that a test run that is killed leaves no server behind.
+            owned = [sys.executable, "-m", "hsx.engines.reaper", str(os.getpid()), *command]
+            self._process = subprocess.Popen(owned, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -117,10 +115,9 @@ class CaptureServer:
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """Kills the server's whole session, which nothing outlives that it started."""
+        """Kills the server and whatever it started. Idempotent."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.send_signal(KILL_NOW)
             self._process.wait()
             self._process = None
 
@@ -132,7 +129,9 @@ class CaptureServer:
         """The capture plugin's report. Raises FileNotFoundError where capture is off."""
         return report_from_json((self.dumps / REPORT_NAME).read_text())
 
-    async def generate(self, prompts: Mapping[str, Sequence[int]], new_tokens: int = 0) -> dict[str, dict[str, Any]]:
+    async def generate(
+        self, prompts: Mapping[str, Sequence[int] | NDArray[np.int32]], new_tokens: int = 0
+    ) -> dict[str, dict[str, Any]]:
         """Sends all prompts at once, each under its rid; returns the answers' `meta_info` by rid.
 
         Raises RuntimeError for an answer other than 200.
@@ -140,7 +139,7 @@ class CaptureServer:
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
-            async def one(rid: str, ids: Sequence[int]) -> dict[str, Any]:
+            async def one(rid: str, ids: Sequence[int] | NDArray[np.int32]) -> dict[str, Any]:
                 sampling = {"max_new_tokens": new_tokens, "temperature": 0}
                 body = {"input_ids": [int(i) for i in ids], "rid": rid, "sampling_params": sampling}
                 async with session.post(f"http://127.0.0.1:{self.port}/generate", json=body) as answer:

@@ -1,0 +1,125 @@
+"""Fixtures: the SGLang environments, the models, and Hugging Face in float32 as the judge."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from hsx.core.marker import Marker
+from hsx.testing import tiny_models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+REPOSITORY = Path(__file__).parents[2]
+RUN = "5e1f0a2b"
+
+
+def interpreter(variable: str, version: str) -> Path:
+    """The Python of an SGLang environment. Without it the tests fail in CI and are skipped elsewhere."""
+    path = Path(os.environ.get(variable) or REPOSITORY / ".venvs" / f"sglang-{version}" / "bin" / "python")
+    if not path.exists():
+        reason = f"{path} is missing; run scripts/setup_sglang.sh {version}, or set {variable}"
+        if os.environ.get("CI", "").lower() == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    return interpreter("HSX_SGLANG_PYTHON", "0.5.23")
+
+
+@pytest.fixture(scope="session")
+def sglang_python_0518() -> Path:
+    return interpreter("HSX_SGLANG_PYTHON_0518", "0.5.18")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny_models.Kind], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: tiny_models.Kind) -> Path:
+        if kind not in made:
+            made[kind] = tiny_models.make(kind, tmp_path_factory.mktemp("models") / kind)
+        return made[kind]
+
+    return make
+
+
+def draw_samples(count: int, longest: int, vocabulary: int, skew: int) -> dict[Marker, NDArray[np.int32]]:
+    """`count` prompts of 1 to `longest` tokens, both included; the larger `skew`, the more short ones."""
+    rng = np.random.default_rng(2026)
+    lengths = [1 + round((longest - 1) * (i / (count - 1)) ** skew) for i in range(count)]
+    order = rng.permutation(count)
+    return {Marker(RUN, int(i), 1, lengths[i]): rng.integers(5, vocabulary, lengths[i]).astype(np.int32) for i in order}
+
+
+class HuggingFace:
+    """transformers in float32: the states of one prompt, computed alone, in one piece."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self._before_norm: list[torch.Tensor] = []
+        self._model.model.norm.register_forward_pre_hook(lambda _, inputs: self._before_norm.append(inputs[0]))
+
+    def states(self, ids: NDArray[np.int32]) -> list[NDArray[np.float32]]:
+        """h_0 to h_N, then the state after the final norm: N + 2 arrays of [tokens, H]."""
+        self._before_norm.clear()
+        with torch.no_grad():
+            found = self._model.model(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states
+        return [state[0].numpy() for state in (*found[:-1], self._before_norm[0], found[-1])]
+
+
+def relative_error(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Per token: the norm of the difference over the norm of what is wanted; [tokens]."""
+    error: NDArray[np.float32] = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    return error
+
+
+def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bf16 bits as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Judge:
+    """Compares dumps with Hugging Face, and keeps the worst figures seen."""
+
+    def __init__(self, huggingface: HuggingFace, layers: Sequence[int], final: str) -> None:
+        self._huggingface = huggingface
+        self._layers = tuple(layers)
+        self._final = final
+        self.worst_capture = self.worst_stored = 0.0
+        self.nearest_neighbour = np.inf
+
+    def look(self, ids: NDArray[np.int32], captured: NDArray[np.float32], stored: NDArray[np.uint16]) -> None:
+        """Takes note of one sample: `captured` before rounding and `stored` bits, both [tokens, L, H]."""
+        all_states = self._huggingface.states(ids)
+        last = len(all_states) - 1
+        for slot, k in enumerate((*self._layers, last if self._final == "post_norm" else last - 1)):
+            self.worst_capture = max(self.worst_capture, relative_error(captured[:, slot], all_states[k]).max())
+            self.worst_stored = max(self.worst_stored, relative_error(widen(stored[:, slot]), all_states[k]).max())
+            for other in (k - 1, k + 1):
+                if other <= last:
+                    missed = relative_error(captured[:, slot], all_states[other]).min()
+                    self.nearest_neighbour = min(self.nearest_neighbour, missed)
+
+
+@pytest.fixture(scope="session")
+def judge() -> Callable[[Path, Sequence[int], str], Judge]:
+    return lambda folder, layers, final: Judge(HuggingFace(folder), layers, final)
+
+
+@pytest.fixture(scope="session")
+def samples() -> Callable[[int, int, int, int], dict[Marker, NDArray[np.int32]]]:
+    return draw_samples

@@ -1,0 +1,146 @@
+"""The plugin among the server's other habits: foreign requests, aborts, wrong markers, decoding; one server for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hsx.capture.report import read_norm
+from hsx.core.epoch import record_from_json
+from hsx.core.marker import Marker
+from hsx.testing.capture_server import CaptureServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hsx.testing.tiny_models import Kind
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+
+IDS = np.random.default_rng(7).integers(5, 1000, 3000).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[Kind], Path]) -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaptureServer]:
+    with CaptureServer(sglang_python, tmp_path_factory.mktemp("server"), model, (2, 5)) as running:
+        yield running
+
+
+def marker(index: int, tokens: int) -> Marker:
+    return Marker("beefbeef", index, 1, tokens)
+
+
+def names(server: CaptureServer) -> set[str]:
+    return {path.name for path in server.dumps.iterdir()}
+
+
+def test_record_and_report(server: CaptureServer, model: Path) -> None:
+    from safetensors import safe_open
+
+    record = record_from_json((server.dumps / "server.json").read_text())
+    assert (record.epoch, record.port, record.engine_version) == (server.epoch, server.port, "0.5.23")
+    with safe_open(model / "model.safetensors", "np") as file:
+        wanted = file.get_tensor("model.norm.weight")
+    found = read_norm(server.dumps, server.report())
+    assert found is not None
+    assert np.array_equal(found, wanted)
+    assert server.report().norm_eps == 1e-6
+
+
+def test_record_names_the_server_process(server: CaptureServer) -> None:
+    from hsx.serve import start_ticks
+
+    record = record_from_json((server.dumps / "server.json").read_text())
+    assert start_ticks(record.pid) == record.start_ticks
+
+
+def test_foreign_requests_leave_nothing(server: CaptureServer) -> None:
+    before = names(server)
+    asyncio.run(server.generate({"0" * 32: IDS[:200], "hsx1-beefbeef-01-1-5": IDS[:5]}))
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health_generate") as answer:  # a forward of its own
+        assert answer.status == 200
+    assert names(server) == before
+
+
+def test_foreign_and_marked_requests_share_batches(server: CaptureServer) -> None:
+    mine = {marker(100 + i, 40 + i): IDS[i : 40 + 2 * i] for i in range(12)}
+    foreign = {f"other-{i}": IDS[300 + i : 390] for i in range(12)}
+    asyncio.run(server.generate({**{str(m): ids for m, ids in mine.items()}, **foreign}))
+    for one, ids in mine.items():
+        assert np.array_equal(server.dump(one)[2], ids)
+
+
+def test_decoding_afterwards_adds_nothing(server: CaptureServer) -> None:
+    one = marker(1, 20)
+    asyncio.run(server.generate({str(one): IDS[:20]}, new_tokens=1))
+    many = marker(2, 20)
+    asyncio.run(server.generate({str(many): IDS[:20]}, new_tokens=8))
+    assert np.array_equal(server.dump(one)[1], server.dump(many)[1])
+
+
+def test_prompt_longer_than_its_marker_is_an_error(server: CaptureServer) -> None:
+    short = marker(3, 20)
+    asyncio.run(server.generate({str(short): IDS[:25]}))
+    note = json.loads((server.dumps / f"{short}.error").read_text())
+    assert note["reason"] == "a chunk ends at token 25; expected at most 20"
+    assert f"{short}.safetensors" not in names(server)
+
+
+def test_prompt_shorter_than_its_marker_is_no_dump(server: CaptureServer) -> None:
+    long = marker(4, 30)
+    asyncio.run(server.generate({str(long): IDS[:25]}))
+    assert f"{long}.safetensors" not in names(server)
+    asyncio.run(server.generate({f"later-{i}": IDS[: 200 + i] for i in range(20)}))
+    assert f"{long}.part" not in names(server)
+
+
+def test_abort_leaves_neither_dump_nor_part(server: CaptureServer) -> None:
+    long = marker(5, 3000)
+
+    async def begin_and_abort() -> dict[str, dict[str, object]]:
+        running = asyncio.create_task(server.generate({str(long): IDS}))
+        while f"{long}.part" not in names(server) and not running.done():  # noqa: ASYNC110 - the event is in another process
+            await asyncio.sleep(0.001)
+        body = json.dumps({"rid": str(long)}).encode()
+        url = f"http://127.0.0.1:{server.port}/abort_request"
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        (await asyncio.to_thread(urllib.request.urlopen, request)).close()
+        return await running
+
+    meta = asyncio.run(begin_and_abort())[str(long)]
+    finish = meta["finish_reason"]
+    assert isinstance(finish, dict)
+    aborted = finish["type"] == "abort"
+    asyncio.run(server.generate({f"after-{i}": IDS[: 200 + i] for i in range(20)}))
+    # A fast machine may finish the prefill before the abort comes; then there must be a whole dump.
+    assert (f"{long}.safetensors" in names(server)) != aborted
+    assert f"{long}.part" not in names(server)
+
+
+def test_full_dump_directory_costs_the_marker_only(server: CaptureServer) -> None:
+    """A folder stands where the partial file should: the write fails as on a full disk, the server goes on."""
+    blocked, free = marker(6, 30), marker(7, 30)
+    (server.dumps / f"{blocked}.part").mkdir()
+    asyncio.run(server.generate({str(blocked): IDS[:30], str(free): IDS[:30]}))
+    assert "IsADirectoryError" in (server.dumps / f"{blocked}.error").read_text()
+    assert np.array_equal(server.dump(free)[2], IDS[:30])
+
+
+def test_same_prompt_twice_gives_the_same_dump(server: CaptureServer) -> None:
+    """With the radix cache off the second prefill computes everything again; in other company the rounding may differ."""
+    first, second = marker(8, 300), marker(9, 300)
+    asyncio.run(server.generate({str(first): IDS[:300]}))
+    asyncio.run(server.generate({str(second): IDS[:300]}))
+    a, b = server.dump_float32(first), server.dump_float32(second)
+    assert (np.linalg.norm(a - b, axis=-1) / np.linalg.norm(a, axis=-1)).max() < 1e-5

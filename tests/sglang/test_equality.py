@@ -1,0 +1,99 @@
+"""What the plugin captures in a real server is what Hugging Face computes: every token, every layer.
+
+64 prompts of 1 to 1500 tokens go to the server at once, chunks of 128 tokens shared between them. The errors are relative
+and per token: 1e-4 before rounding, 2^-8 for the bf16 dump, and both neighbours of each layer must miss by more than ten
+times the first, or an off-by-one would pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pytest
+
+from hsx.core.spec import CaptureSpec
+from hsx.testing import smollm2
+from hsx.testing.capture_server import CaptureServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from hsx.testing.tiny_models import Kind
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+
+CAPTURED, STORED = 1e-4, 2.0**-8
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: Kind
+    final: Literal["post_norm", "pre_norm"]
+    version: Literal["0.5.23", "0.5.18"] = "0.5.23"
+    layers: tuple[int, ...] = (1, 4, 7)
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.final}-{self.version}"
+
+
+CASES = [
+    Case("llama", "post_norm"),
+    Case("qwen3", "pre_norm"),
+    Case("dsv3", "pre_norm"),
+    Case("dsv3", "post_norm", layers=(2, 5)),
+    Case("llama", "pre_norm", "0.5.18"),
+]
+
+
+def check(server: CaptureServer, prompts: dict[Any, Any], judge: Any, model_layers: int, vocabulary: int) -> None:
+    metas = asyncio.run(server.generate({str(marker): ids for marker, ids in prompts.items()}))
+    report = server.report()
+    assert report.layers == tuple(server.layers)
+    assert (report.final, report.model_layers, report.vocab_size) == (server.final, model_layers, vocabulary)
+    sequences = []
+    for marker, ids in prompts.items():
+        assert metas[str(marker)]["prompt_tokens"] == len(ids)
+        assert metas[str(marker)]["cached_tokens"] == 0
+        header, bits, found = server.dump(marker)
+        assert header.marker == marker
+        assert header.epoch == server.epoch
+        assert header.spec == CaptureSpec(tuple(server.layers), report.spec.final)
+        assert np.array_equal(found, ids)
+        sequences.append(header.sequence)
+        judge.look(ids, server.dump_float32(marker), bits)
+    assert sorted(sequences) == list(range(1, len(prompts) + 1))
+    assert judge.worst_capture < CAPTURED
+    assert judge.worst_stored < STORED
+    assert judge.nearest_neighbour > 10 * CAPTURED
+    assert not list(server.dumps.glob("*.part"))
+    assert not list(server.dumps.glob("*.error"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiny_models(
+    case: Case,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tiny_model: Callable[[Kind], Path],
+    samples: Any,
+    judge: Callable[[Path, Sequence[int], str], Any],
+) -> None:
+    python = request.getfixturevalue("sglang_python" if case.version == "0.5.23" else "sglang_python_0518")
+    model = tiny_model(case.kind)
+    prompts = samples(64, 1500, 1000, 4)
+    with CaptureServer(python, tmp_path, model, case.layers, case.final, variables={"HSX_TEST_MLA_ON_CPU": "1"}) as server:
+        check(server, prompts, judge(model, case.layers, case.final), 8, 1000)
+        assert server.report().engine_version == case.version
+
+
+def test_smollm2(tmp_path: Path, sglang_python: Path, samples: Any, judge: Callable[[Path, Sequence[int], str], Any]) -> None:
+    model = smollm2.prepare(tmp_path / "model", smollm2.fetch_gguf(tmp_path / "cache"))
+    layers = (2, 15, 27)
+    prompts = samples(64, 1500, 49152, 10)
+    with CaptureServer(sglang_python, tmp_path, model, layers) as server:
+        check(server, prompts, judge(model, layers, "post_norm"), 30, 49152)
