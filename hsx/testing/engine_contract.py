@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from hsx.core.dump import SUFFIX, DumpHeader, decode_header
+from hsx.core.dump import PART_SUFFIX, SUFFIX, DumpHeader, decode_header
 from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
 from hsx.core.marker import Marker
 from hsx.errors import SampleError
@@ -102,9 +102,17 @@ class EngineContract:
     async def held(self, served: Served, marker: Marker) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         """Keeps the prompt of `marker` unfinished while the body runs; gives a function that waits until it is being prefilled.
 
-        A server that cannot be told to hold a prompt is given one that takes it seconds, and time to begin with it.
+        A server that cannot be told to hold a prompt is given one of many chunks, and its partial dump is the sign that it has
+        begun: the rest of the prompt is the time that the body has.
         """
-        yield _moment
+        part = served.server.folder / f"{marker}{PART_SUFFIX}"
+
+        async def begun() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while not part.exists():  # noqa: ASYNC110 - the file is the event; tests can afford to poll
+                    await asyncio.sleep(0.002)
+
+        yield begun
 
     def long_prompt(self, served: Served) -> tuple[Marker, NDArray[np.int32]]:
         """A prompt of many chunks, to be held."""
@@ -260,7 +268,3 @@ class EngineContract:
                 else:
                     break
         await served.check(marker, ids)
-
-
-async def _moment() -> None:
-    await asyncio.sleep(0.5)

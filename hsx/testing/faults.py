@@ -116,10 +116,10 @@ class Faults:
         with self._lock:
             self._armed.append(Armed(kind, count, match, value))
 
-    def clear(self) -> None:
-        """Disarms everything; what has struck stays counted."""
+    def clear(self, kind: str = "") -> None:
+        """Disarms faults of one kind, or all; what has struck stays counted."""
         with self._lock:
-            self._armed.clear()
+            self._armed = [fault for fault in self._armed if kind and fault.kind != kind]
 
     def take(self, kind: str, rid: str) -> Armed | None:
         """The fault of this kind that strikes `rid` now, which uses up one of its count; None if there is none."""

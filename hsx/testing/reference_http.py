@@ -188,13 +188,13 @@ class Face:
             return _error(400, str(error))
         return web.Response()
 
-    async def _disarm(self, _request: web.Request) -> web.Response:
-        self._faults.clear()
+    async def _disarm(self, request: web.Request) -> web.Response:
+        self._faults.clear(request.query.get("kind", ""))
         return web.Response()
 
     async def _struck(self, _request: web.Request) -> web.Response:
         says = {kind: fault.says for kind, fault in FAULTS.items()}
-        return web.json_response({"struck": self._faults.struck(), "faults": says})
+        return web.json_response({"struck": self._faults.struck(), "waiting": self._scheduler.waiting, "faults": says})
 
 
 def _wake(loop: asyncio.AbstractEventLoop, finished: asyncio.Event) -> None:

@@ -174,16 +174,14 @@ class Scheduler:
             self._forward([(work, 0, stop)])
 
     def _swap(self, batch: list[tuple[Work, int, int]]) -> None:
-        """Exchanges half of the rows of two prompts in this batch, where that fault waits for one of them."""
-        if len(batch) < 2 or not any(self._faults.armed("swapped_rows_between_two", work.rid) for work, *_ in batch[:2]):
+        """Exchanges half of the rows of the first two prompts of this batch for which that fault waits."""
+        struck = [part for part in batch if self._faults.armed("swapped_rows_between_two", part[0].rid)]
+        if len(struck) < 2:
             return
-        (one, first, stop), (two, second, end) = batch[:2]
-        count = min(stop - first, end - second)
-        if one.rows is None or two.rows is None or not count:
+        (one, first, stop), (two, second, end) = struck[:2]
+        if one.rows is None or two.rows is None or not self._faults.take("swapped_rows_between_two", one.rid):
             return
-        if not self._faults.take("swapped_rows_between_two", one.rid):
-            self._faults.take("swapped_rows_between_two", two.rid)
-        count = max(1, count // 2)
+        count = max(1, min(stop - first, end - second) // 2)
         mine, other = slice(first, first + count), slice(second, second + count)
         one.rows.ids[mine], two.rows.ids[other] = two.rows.ids[other].copy(), one.rows.ids[mine].copy()
         one.rows.states[mine], two.rows.states[other] = two.rows.states[other].copy(), one.rows.states[mine].copy()

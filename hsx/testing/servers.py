@@ -74,15 +74,20 @@ class RunningServer:
             if response.status != 200:
                 raise ValueError(await response.text())
 
-    async def clear_faults(self) -> None:
-        """Disarms all faults."""
-        async with aiohttp.ClientSession() as session, session.delete(self._faults) as response:
+    async def clear_faults(self, kind: str = "") -> None:
+        """Disarms the faults of one kind, or all."""
+        async with aiohttp.ClientSession() as session, session.delete(self._faults, params={"kind": kind}) as response:
             response.raise_for_status()
 
     async def struck(self) -> dict[str, int]:
         """How often each fault has struck."""
         async with aiohttp.ClientSession() as session, session.get(self._faults) as response:
             return dict((await response.json())["struck"])
+
+    async def waiting(self) -> int:
+        """Prompts that are queued and not begun."""
+        async with aiohttp.ClientSession() as session, session.get(self._faults) as response:
+            return int((await response.json())["waiting"])
 
     def kill(self) -> None:
         """SIGKILL; harmless when it is dead. It is reaped on leaving the context."""
