@@ -63,10 +63,10 @@ def duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
+    if minutes < 48 * 60:
+        hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
+    days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
@@ -117,7 +117,7 @@ class BarView:
         # sys.stderr is replaced by rich while the bar stands, so that log lines go above it: configure logging after this.
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.percentage:>5.1f} %"),
             TimeElapsedColumn(),
             _SummaryColumn(),
@@ -143,4 +143,4 @@ class BarView:
 
 class _SummaryColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(str(task.fields["summary"]))
+        return Text(str(task.fields["summary"]), no_wrap=True, overflow="ellipsis")

@@ -84,7 +84,7 @@ def code_of(outcome: Outcome, allowed: float) -> ExitCode:
         outcome: how it ended.
         allowed: the share of the accepted samples that may be quarantined.
     """
-    if outcome.interrupted:
+    if outcome.interrupted and outcome.pending:
         return ExitCode.INTERRUPTED
     accepted = outcome.committed + outcome.quarantined + outcome.pending
     if outcome.pending or outcome.quarantined > allowed * accepted:

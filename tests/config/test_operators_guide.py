@@ -1,0 +1,64 @@
+"""The operator's guide and its pages speak of everything that an operator meets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hsx.cli import build_parser
+from hsx.config_schema import keys
+from hsx.core.invariants import INVARIANTS
+from hsx.errors import KINDS
+from hsx.exit_codes import ExitCode
+from hsx.logs import EVENTS
+from hsx.metrics import METRICS
+from hsx.status import StatusServer
+from hsx.telemetry import Telemetry
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_every_command_is_in_the_guide() -> None:
+    commands = set(re.findall(r"^    ([a-z]+)\s", build_parser().format_help(), re.MULTILINE))
+    assert {"run", "plan", "verify", "quarantine"} <= commands
+    assert [command for command in commands if f"hsx {command} " not in page("operators-guide.md")] == []
+
+
+def test_every_key_of_the_status_document_is_in_the_guide() -> None:
+    document = StatusServer(Telemetry(), dict, "127.0.0.1", 0).document()
+    table = page("operators-guide.md").partition("### Status document")[2].partition("###")[0]
+    assert [key for key in document if f"`{key}`" not in table] == []
+
+
+def test_every_name_is_in_its_page() -> None:
+    names = page("names.md")
+    for table in (KINDS, INVARIANTS, EVENTS, {spec.name: spec for spec in METRICS}):
+        assert [name for name in table if f"| `{name}` |" not in names] == []
+    assert [code.name for code in ExitCode if f"| {code.value} | {code.name} |" not in page("exit-codes.md")] == []
+    assert [key for key in keys() if f"| `{key.partition('.')[2]}` |" not in page("job-file.md")] == []
+
+
+def test_the_guide_speaks_of_no_kind_metric_or_key_that_is_not_there() -> None:
+    guide = page("operators-guide.md")
+    assert set(re.findall(r"hsx_[a-z_]+(?=`|\{)", guide)) <= {spec.name for spec in METRICS}
+    stopped = guide.partition("## When it stopped")[2]
+    kinds = {
+        kind
+        for line in stopped.splitlines()
+        if line.startswith("| `")
+        for kind in re.findall(r"`([a-z_]+)`", line.split("|")[1])
+    }
+    assert kinds <= set(KINDS)
+    assert len(kinds) > 10
+    dotted = set(re.findall(r"`((?:pipeline|status|dataset|watchdog|engine|staging)\.[a-z_]+)", guide))
+    assert dotted <= set(keys())
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for name in ("operators-guide.md", "job-file.md", "exit-codes.md", "names.md"):
+        for target in re.findall(r"\]\(([^)#]+\.md)", page(name)):
+            assert (DOCS / target).exists(), (name, target)
