@@ -82,8 +82,11 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replaces a small file at once and durably: temporary name, fsync, rename, fsync of the folder. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replaces a small file at once and durably: temporary name, fsync, rename, fsync of the folder. Raises OSError.
+
+    One writer at a time. What a killed one left under the temporary name, the next one takes over.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,3 +132,33 @@ def test_second_attempt_replaces_the_first(tmp_path: Path) -> None:
     with ShardFile(root.folder / "c.3.0.0.0", LAYOUT, 640) as shard:
         assert np.array_equal(shard.read(), STATES)
     assert (root.folder / "c.3.0.0.0").stat().st_size == LAYOUT.file_bytes(640)
+
+
+@pytest.mark.parametrize("call", ["fallocate", "pwritev2", "fdatasync", "rename"])
+def test_io_error_leaves_nothing_and_is_not_tried_again(tmp_path: Path, call: str) -> None:
+    """The kernel's EIO, put into the first such system call on a shard by strace; a second one would succeed."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    (tmp_path / "a").mkdir()
+    attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
+    program = """
+import sys
+from pathlib import Path
+import numpy as np
+from hsx.core.marker import Marker
+from hsx.errors import RunError
+from hsx.stores.group import open_store
+from hsx.stores.root import attach_roots
+_, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
+try:
+    root.write(0, Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16))
+except RunError as error:
+    print(error.kind, error.message)
+"""
+    inject = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"inject={call}:error=EIO:when=1"]
+    command = [*inject, sys.executable, "-B", "-c", program, str(tmp_path / "store"), str(tmp_path / "a")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("root_unusable root a: ")
+    assert "EIO" in done.stdout
+    assert list((tmp_path / "a").glob("*/c.*")) == []
+    assert (tmp_path / "trace").read_text().count(f"{call}(") == 1

@@ -105,9 +105,9 @@ def test_missing_and_resized_shards_are_found_without_reading_them(built: BuiltS
 
 def test_fraction_reads_a_share_that_the_seed_chooses(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    built = build_store(tmp_path, [random_states(rng, 3, 2, 8) for _ in range(200)])
+    built = build_store(tmp_path, [random_states(rng, 3, 2, 8) for _ in range(100)])
     counts = {verify(built.info.path, built.rows, fraction=0.25, seed=seed).read for seed in (1, 1, 2)}
-    assert all(20 < count < 80 for count in counts)
+    assert all(5 < count < 60 for count in counts)
     flip(built, 17, 0)
     hits = [not verify(built.info.path, built.rows, fraction=0.25, seed=seed).ok for seed in range(20)]
     assert 0 < sum(hits) < 20
