@@ -139,7 +139,7 @@ def verify(
     Args:
         store_path: the store.
         ledger: the committed rows in order of their index, streamed; None to verify what the union view shows, without ledger.
-        fraction: share of the samples whose shards are read, chosen by `seed`; at least one. All are looked up, sized against
+        fraction: share of the samples whose shards are read, chosen by `seed`, besides the first. All are looked up, sized against
             the ledger, and their links checked, whatever the fraction.
         seed: another seed reads another share.
         threads: reading threads.
@@ -216,17 +216,10 @@ class _Verifier:
             return np.empty(0, np.int64)
 
     def _chosen(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, bool]]:
-        """Each task, with whether its shard is to be read. The choice depends on seed and index alone."""
+        """Each task, with whether its shard is to be read: the first one always, others as seed and index decide."""
         limit = self._fraction * 2**32
-        first: _Task | None = None
-        any_chosen = False
-        for task in tasks:
-            first = first or task
-            chosen = zlib.crc32(f"{self._seed}/{task.index}".encode()) < limit
-            any_chosen = any_chosen or chosen
-            yield task, chosen
-        if first is not None and not any_chosen:
-            yield first, True
+        for number, task in enumerate(tasks):
+            yield task, number == 0 or zlib.crc32(f"{self._seed}/{task.index}".encode()) < limit
 
     def _read(self, tasks: Iterator[_Task]) -> None:
         """Runs the tasks in threads, a few ahead of each other, so that memory is bounded by the largest samples."""
