@@ -139,8 +139,8 @@ def verify(
     Args:
         store_path: the store.
         ledger: the committed rows in order of their index, streamed; None to verify what the union view shows, without ledger.
-        fraction: share of the samples whose shards are read, chosen by `seed`, besides the first. All are looked up, sized against
-            the ledger, and their links checked, whatever the fraction.
+        fraction: share of the samples whose shards are read, chosen by `seed`, besides the first. All are looked up, sized
+            against the ledger, and their links checked, whatever the fraction.
         seed: another seed reads another share.
         threads: reading threads.
         progress: called with (samples done, samples to do at most), from this thread.
