@@ -52,6 +52,20 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def carrying(variable: str) -> list[int]:
+    """Processes whose environment at their start had `variable` ("NAME=value"), as far as this user may see; no zombies."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                environ = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if variable.encode() in environ.split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def process_alive(record: EpochRecord) -> bool:
     """Whether the very process of the record runs: same boot, same pid, same start."""
     return record.boot_id == boot_id() and start_ticks(record.pid) == record.start_ticks

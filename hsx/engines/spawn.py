@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from hsx.core.epoch import RECORD_NAME, record_from_json
-from hsx.engines.process import process_alive
+from hsx.engines.process import carrying, process_alive
 from hsx.engines.reaper import KILL_NOW
 from hsx.errors import EngineError
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.02
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 4000
+_TAG: Final = "HSX_SPAWNED_EPOCH"
+"""Environment variable by which every process of a spawned server can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class SpawnOwner:
     def __init__(self, plan: SpawnPlan) -> None:
         self._plan = plan
         self._process: asyncio.subprocess.Process | None = None
+        self._epoch = ""
         self._log_start = 0
 
     @property
@@ -73,9 +78,9 @@ class SpawnOwner:
             raise RuntimeError("a server must be spawned from the main thread, whose death its reaper is told of")
         if self._process is not None and self._process.returncode is None:
             raise RuntimeError("the server of the last start still runs; stop it first")
-        plan, epoch = self._plan, str(uuid.uuid4())
-        command = [*plan.command, "--epoch", epoch, "--", *plan.args]
-        record_file = plan.dump_dir / epoch / RECORD_NAME
+        plan, self._epoch = self._plan, str(uuid.uuid4())
+        command = [*plan.command, "--epoch", self._epoch, "--", *plan.args]
+        record_file = plan.dump_dir / self._epoch / RECORD_NAME
         try:
             await self._launch(command)
             async with asyncio.timeout(plan.record_timeout_s):
@@ -95,24 +100,29 @@ class SpawnOwner:
         if self._process is None:
             raise RuntimeError("no server was started")
         status = await self._process.wait()
+        await self._sweep()
         last = self._tail().rstrip().rpartition("\n")[2]
         return f"server {_how(status)}; the last line of {self._plan.log_file} is {last!r}"
 
     async def stop(self, grace_s: float) -> None:
         """See the port."""
         process = self._process
-        if process is None or process.returncode is not None:
+        if process is None:
             return
         steps = [(signal.SIGTERM, grace_s)] if grace_s > 0 else []
         for number, seconds in (*steps, (KILL_NOW, _KILL_S), (signal.SIGKILL, _KILL_S)):
             if process.returncode is None:
                 process.send_signal(number)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await process.wait()
-            except TimeoutError:
-                continue
-            return
+                    break
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Where the reaper itself was killed, kills what it could not: orphans, told by a variable in their environment."""
+        if self._process is not None and self._process.returncode == -signal.SIGKILL:
+            await asyncio.to_thread(_kill_carriers, f"{_TAG}={self._epoch}")
 
     async def _launch(self, command: list[str]) -> None:
         plan = self._plan
@@ -125,7 +135,7 @@ class SpawnOwner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **plan.env},
+                env={**os.environ, **plan.env, _TAG: self._epoch},
                 start_new_session=True,
             )
         finally:
@@ -155,6 +165,16 @@ def _alive_record(path: Path) -> EpochRecord | None:
     except FileNotFoundError:
         return None
     return record if process_alive(record) else None
+
+
+def _kill_carriers(variable: str) -> None:
+    # Bounded: a process that is stuck in the kernel dies when the kernel lets it.
+    deadline = time.monotonic() + _KILL_S
+    while (carriers := carrying(variable)) and time.monotonic() < deadline:
+        for pid in carriers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
 
 
 def _open_log(path: Path) -> int:

@@ -217,6 +217,7 @@ async def test_faults_are_refused_by_name(served: Served, client: SGLangClient) 
     assert await client.answers()
 
 
+@pytest.mark.slow
 async def test_death_in_the_middle(tmp_path: Path) -> None:
     """The process kills itself: the request is lost, the port is closed, no dump."""
     async with reference_server(tmp_path / "dumps") as server:
@@ -231,6 +232,7 @@ async def test_death_in_the_middle(tmp_path: Path) -> None:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_hang(tmp_path: Path) -> None:
     """Nothing is finished any more, while the server goes on saying that it is well."""
     async with reference_server(tmp_path / "dumps") as server:

@@ -52,6 +52,7 @@ class TestReferenceContract(EngineContract):
         await served.server.clear_faults()
 
 
+@pytest.mark.slow
 async def test_radix_cache_is_a_problem_and_loses_dumps(tmp_path: Path) -> None:
     """A prefix cache is reported by the facts; a repeated prompt is then cached and has no dump."""
     async with reference_server(tmp_path / "dumps", args=["--radix-cache"]) as server:
@@ -68,6 +69,7 @@ async def test_radix_cache_is_a_problem_and_loses_dumps(tmp_path: Path) -> None:
         await client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_id", [512, -1, 1 << 40])
 async def test_id_outside_the_table_kills_the_server(tmp_path: Path, bad_id: int) -> None:
     """As in SGLang, one such id is the end of the process; the client sees a lost connection, then nobody."""
@@ -86,17 +88,15 @@ async def test_id_outside_the_table_kills_the_server(tmp_path: Path, bad_id: int
         await client.close()
 
 
-async def test_id_in_the_padding_gives_garbage(tmp_path: Path) -> None:
+async def test_id_in_the_padding_gives_garbage(served: Served) -> None:
     """Ids between the vocabulary and its padding are answered as if they were right."""
-    async with reference_server(tmp_path / "dumps") as server:
-        served = Served(server, ReferenceModel(tmp_path / "tiny-model"), 128)
-        client = server.client()
-        marker, _ = served.prompt(2)
-        assert (await client.prefill(marker, [3, 511], PATIENCE_S)).prompt_tokens == 2
-        assert (await served.dump(marker))[2].tolist() == [3, 511]
-        await client.close()
+    client, (marker, _) = served.server.client(), served.prompt(2)
+    assert (await client.prefill(marker, [3, 511], PATIENCE_S)).prompt_tokens == 2
+    assert (await served.dump(marker))[2].tolist() == [3, 511]
+    await client.close()
 
 
+@pytest.mark.slow
 async def test_full_queue(tmp_path: Path) -> None:
     """Prompts beyond the queue's limit are turned away, the others are served."""
     async with reference_server(tmp_path / "dumps", args=["--max-queued-requests", "2"]) as server:
@@ -115,6 +115,7 @@ async def test_full_queue(tmp_path: Path) -> None:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_death_at_boot(tmp_path: Path) -> None:
     """The counter file says how many starts fail; each takes one off."""
     counter = tmp_path / "deaths"
