@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hsx.testing.tiny_models import Kind
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 IDS = np.random.default_rng(7).integers(5, 1000, 3000).astype(np.int32)
 

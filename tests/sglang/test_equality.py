@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hsx.testing.tiny_models import Kind
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CAPTURED, STORED = 1e-4, 2.0**-8
 
@@ -44,7 +44,6 @@ class Case:
 CASES = [
     Case("llama", "post_norm"),
     Case("qwen3", "pre_norm"),
-    Case("dsv3", "pre_norm"),
     Case("dsv3", "post_norm", layers=(2, 5)),
     Case("llama", "pre_norm", "0.5.18"),
 ]
