@@ -162,3 +162,42 @@ except RunError as error:
     assert "EIO" in done.stdout
     assert list((tmp_path / "a").glob("*/c.*")) == []
     assert (tmp_path / "trace").read_text().count(f"{call}(") == 1
+
+
+@pytest.mark.parametrize("call", ["openat", "pwritev2"])
+def test_file_system_without_o_direct_gets_ordinary_writes(tmp_path: Path, call: str) -> None:
+    """EINVAL, put in by strace: some such file systems refuse to open, some to write, and a recent tmpfs takes both."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    (tmp_path / "a").mkdir()
+    _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
+    program = """
+import sys
+from pathlib import Path
+import numpy as np
+from hsx.core.marker import Marker
+from hsx.stores.group import open_store
+from hsx.stores.root import attach_roots
+_, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
+states = np.arange(640 * 3 * 128, dtype=np.uint32).astype(np.uint16).reshape(640, 3, 128)
+print(root.write(0, Marker("deadbeef", 0, 1, 640), states).nbytes)
+"""
+    partial = root.folder / "c.0.0.0.0.hsx1-deadbeef-0-1-640.partial"
+    inject = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(tmp_path / "trace"),
+        "-P",
+        str(partial),
+        "-e",
+        f"inject={call}:error=EINVAL:when=1",
+    ]
+    command = [*inject, sys.executable, "-B", "-c", program, str(tmp_path / "store"), str(tmp_path / "a")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) == LAYOUT.file_bytes(640)
+    assert (tmp_path / "trace").read_text().count("EINVAL") == 1
+    expected = np.arange(640 * 3 * 128, dtype=np.uint32).astype(np.uint16).reshape(640, 3, 128)
+    with ShardFile(root.folder / "c.0.0.0.0", LAYOUT, 640) as shard:
+        assert np.array_equal(shard.read(), expected)
