@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -125,7 +127,8 @@ class _BadRows:
         self._file: TextIO | None = None
 
     def __enter__(self) -> Self:
-        self.path.unlink(missing_ok=True)
+        with self._translated():
+            self.path.unlink(missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,16 +136,28 @@ class _BadRows:
 
     def add(self, row: BadRow) -> None:
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8")
-        self._file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+            with self._translated():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("w", encoding="utf-8")
+        with self._translated():
+            self._file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
         self.count += 1
         if len(self._first) < SHOWN:
             self._first.append(row)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with self._translated(), file:
+                file.flush()
+                os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError("ledger_failed", f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def rows(self) -> Iterator[BadRow]:
         return recorded_bad_rows(self.path.parent)

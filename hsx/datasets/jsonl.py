@@ -105,6 +105,8 @@ class JsonlFile:
             while block := file.read(BLOCK):
                 hasher.update(block)
                 yield block
+        if self._digest not in (None, hasher.hexdigest()):
+            raise self._fault("its content changed since it was first read; a job needs a file that stays as it is")
         self._digest = hasher.hexdigest()
 
     def _content(self) -> Iterator[bytes]:

@@ -98,7 +98,8 @@ def checked_ids(ids: list[int], limits: Limits) -> NDArray[np.int32]:
         wide = np.array(ids, dtype=np.int64)
     except OverflowError:
         wide = None
-    if wide is None or int(wide.min()) < 0 or int(wide.max()) >= limits.vocab_size:
+    # As unsigned numbers negative ids are huge, so one pass finds both kinds.
+    if wide is None or int(wide.view(np.uint64).max()) >= limits.vocab_size:
         at = next(i for i, token in enumerate(ids) if not 0 <= token < limits.vocab_size)
         raise Bad("out_of_vocabulary", f"input_ids[{at}] is {ids[at]}; expected 0 to {limits.vocab_size - 1}")
     return wide.astype(np.int32)

@@ -13,7 +13,7 @@ from hsx.datasets.jsonl import JsonlFile
 from hsx.datasets.rows import Limits
 from hsx.datasets.tokens import TokenRows
 from hsx.errors import RunError
-from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, read_summary
+from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, read_summary, recorded_bad_rows
 from hsx.stores.tokens import TokenTable, is_complete
 
 if TYPE_CHECKING:
@@ -136,6 +136,20 @@ def test_list_of_an_earlier_refusal_goes_away(indexing: Indexing, write: Write) 
         indexing.run(write(MIXED))
     indexing.run(write(GOOD))
     assert not (indexing.state / BAD_ROWS_FILE).exists()
+
+
+def test_state_folder_that_cannot_be_written(indexing: Indexing, write: Write) -> None:
+    indexing.state.write_bytes(b"a file in the folder's place")
+    with pytest.raises(RunError, match="cannot be written") as caught:
+        indexing.run(write(MIXED), skip=True)
+    assert caught.value.kind == "ledger_failed"
+    assert not is_complete(indexing.group)
+
+
+def test_recorded_bad_rows_are_those_of_the_last_run(indexing: Indexing, write: Write) -> None:
+    assert list(recorded_bad_rows(indexing.state)) == []
+    indexing.run(write(MIXED), skip=True)
+    assert list(recorded_bad_rows(indexing.state)) == indexing.rejected
 
 
 def test_progress_is_reported_each_thousand_rows(indexing: Indexing, write: Write) -> None:

@@ -95,6 +95,15 @@ def test_hash_after_a_partial_pass_covers_the_whole_file(write: Write) -> None:
     assert file.sha256() == hashlib.sha256(TEXT * 20).hexdigest()
 
 
+def test_file_that_changes_between_hash_and_reading_is_refused(write: Write) -> None:
+    file = JsonlFile(write(b"a\n"))
+    file.sha256()
+    file.path.write_bytes(b"b\n")
+    with pytest.raises(RunError, match="changed since") as caught:
+        list(file.lines())
+    assert caught.value.kind == "dataset_unreadable"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
