@@ -32,7 +32,7 @@ from hsx.progress_view import summary_line
 from hsx.status import StatusServer
 from hsx.stores.group import record_final_norm
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.root import attach_roots
+from hsx.stores.root import attach_roots, discard_strays
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts
 from hsx.systemd import Notifier
@@ -146,6 +146,7 @@ class Run:
         self._layout: StoreLayout = store.layout
         for root in roots:
             root.sweep()
+        discard_strays(roots, ledger.committed_roots(), store.layout.samples)
         view = UnionView(store)
         view.repair(ledger.committed_roots())
         self._client = sglang.SGLangClient(config.engine.host, config.engine.port, sglang.Limits(config.pipeline.concurrency))

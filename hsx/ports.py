@@ -303,6 +303,13 @@ class Root(Protocol):
         """Makes the names written so far durable (fsync of the directory). Raises RunError `root_unusable`."""
         ...
 
+    def discard(self, index: int) -> None:
+        """Removes the shard of sample `index`, if there is one here: its committed one lies elsewhere.
+
+        Raises RunError `root_unusable`.
+        """
+        ...
+
     def sweep(self) -> int:
         """Removes `.partial` files of this store; returns how many."""
         ...

@@ -89,8 +89,7 @@ class Writer:
                 # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
                 return await _finish(write)
             except RunError as error:
-                self._lost[root.name] = error
-                self._observer.error_met(error.kind, error.message)
+                self._lose(root.name, error)
             finally:
                 self._pending[root.name] -= size
 
@@ -102,8 +101,7 @@ class Writer:
                 try:
                     free = root.free()
                 except RunError as error:
-                    self._lost[name] = error
-                    self._observer.error_met(error.kind, error.message)
+                    self._lose(name, error)
             self._observer.root_space(name, free)
             reserve = self._settings.reserves.get(name, 0)
             spaces.append(RootSpace(name, free, reserve, self._pending[name], usable=name not in self._lost))
@@ -169,7 +167,8 @@ class Writer:
         roots = sorted({entry.receipt.root for entry in group})
         await asyncio.gather(*(loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots))
         await self._ledger.commit(group)  # here, and nowhere else, a sample becomes committed
-        await loop.run_in_executor(self._sync_threads, self._show, group)
+        for name, error in await loop.run_in_executor(self._sync_threads, self._show, group):
+            self._lose(name, error)
         for entry in group:
             self._observer.sample_committed(
                 index=entry.lease.sample.index,
@@ -184,9 +183,26 @@ class Writer:
                 adopted=entry.adopted,
             )
 
-    def _show(self, group: list[Commit]) -> None:
+    def _show(self, group: list[Commit]) -> list[tuple[str, RunError]]:
+        """Shows a group in the view, and removes what a killed writer may have left of its samples on other roots.
+
+        Returns the roots that failed at that; the group is committed all the same.
+        """
+        failed: dict[str, RunError] = {}
         for entry in group:
-            self._view.link(entry.lease.sample.index, entry.receipt.root)
+            index = entry.lease.sample.index
+            self._view.link(index, entry.receipt.root)
+            for name in self._roots.keys() - self._lost.keys() - failed.keys() - {entry.receipt.root}:
+                try:
+                    self._roots[name].discard(index)
+                except RunError as error:
+                    failed[name] = error
+        return list(failed.items())
+
+    def _lose(self, name: str, error: RunError) -> None:
+        """Takes a root out of service for the rest of the run."""
+        self._lost[name] = error
+        self._observer.error_met(error.kind, error.message)
 
 
 async def _finish(work: asyncio.Future[Receipt]) -> Receipt:

@@ -139,7 +139,9 @@ class DumpDirectory:
             self._path(marker, suffix).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """Names, without suffix, of all published dumps and error files in the current epoch's folder."""
+        """Names, without suffix, of all published dumps and error files in the current epoch's folder; none before `enter`."""
+        if self._folder is None:
+            return []
         try:
             files = os.listdir(self.folder)  # noqa: PTH208 - names alone are wanted, a thousand times a minute
         except FileNotFoundError:

@@ -11,16 +11,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores import metadata
 from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
+from hsx.stores.view import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from hsx.core.layout import StoreLayout
@@ -79,6 +82,13 @@ class ShardRoot:
         except OSError as error:
             raise RunError("root_unusable", root_error(error, self._name, self._folder).message) from error
 
+    def discard(self, index: int) -> None:
+        """Removes the shard of sample `index`, if there is one here. Raises RunError `root_unusable`."""
+        try:
+            (self._folder / shard_key(index)).unlink(missing_ok=True)
+        except OSError as error:
+            raise root_error(error, self._name, self._folder) from error
+
     def sweep(self) -> int:
         """Removes the `.partial` files that a killed writer left; returns how many. Raises RunError `root_unusable`.
 
@@ -94,6 +104,33 @@ class ShardRoot:
         except OSError as error:
             raise root_error(error, self._name, self._folder) from error
         return removed
+
+
+def discard_strays(roots: Sequence[ShardRoot], committed: Iterable[tuple[int, str]], samples: int) -> int:
+    """Removes shards whose sample is committed on another of these roots; returns how many.
+
+    A writer killed between rename and commit leaves a shard that no ledger knows; when the sample is extracted again it may go
+    to another root. Shards of samples that are not committed are left: they are replaced, or discarded, once they are.
+
+    Args:
+        roots: the attached roots.
+        committed: (index, root) of every committed sample.
+        samples: how many samples the store has.
+
+    Raises:
+        RunError: `root_unusable`, `store_invalid`.
+    """
+    numbers = {root.name: number for number, root in enumerate(roots)}
+    home = np.full(samples, -1, np.int16)
+    for index, name in committed:
+        home[index] = numbers.get(name, -1)
+    removed = 0
+    for number, root in enumerate(roots):
+        here = visible(root.folder)
+        for index in here[(home[here] >= 0) & (home[here] != number)].tolist():
+            root.discard(index)
+            removed += 1
+    return removed
 
 
 def attach_roots(info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True) -> tuple[StoreInfo, list[ShardRoot]]:

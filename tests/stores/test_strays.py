@@ -1,0 +1,50 @@
+"""A shard that a killed writer left on one root goes once its sample is committed on another; nothing else does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hsx.core.layout import StoreLayout
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.stores.group import create_store
+from hsx.stores.root import ShardRoot, attach_roots, discard_strays
+from hsx.stores.view import visible
+from hsx.testing.stores import random_states
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[ShardRoot]:
+    """Two roots; samples 0, 1 and 2 lie on both."""
+    places = {name: tmp_path / name for name in ("a", "b")}
+    for place in places.values():
+        place.mkdir()
+    info = create_store(tmp_path / "store", StoreLayout(4, 10, 2, 8), CaptureSpec((1,), "post_norm"), {})
+    _, roots = attach_roots(info, places)
+    for root in roots:
+        for index in range(3):
+            root.write(index, Marker("0a1b2c3d", index, 1, 5), random_states(np.random.default_rng(index), 5, 2, 8))
+    return roots
+
+
+def test_only_copies_of_samples_committed_elsewhere_go(roots: list[ShardRoot]) -> None:
+    assert discard_strays(roots, [(0, "a"), (1, "b"), (3, "a")], 4) == 2
+    assert visible(roots[0].folder).tolist() == [0, 2]
+    assert visible(roots[1].folder).tolist() == [1, 2]
+
+
+def test_a_copy_stays_while_the_root_of_the_committed_one_is_not_attached(roots: list[ShardRoot]) -> None:
+    assert discard_strays(roots[:1], [(0, "b")], 4) == 0
+    assert visible(roots[0].folder).tolist() == [0, 1, 2]
+
+
+def test_discarding_what_is_not_there_is_fine(roots: list[ShardRoot]) -> None:
+    roots[0].discard(3)
+    roots[0].discard(0)
+    assert visible(roots[0].folder).tolist() == [1, 2]
