@@ -49,8 +49,10 @@ CASES = [
 ]
 
 
-def check(server: CaptureServer, prompts: dict[Any, Any], judge: Any, model_layers: int, vocabulary: int) -> None:
-    metas = asyncio.run(server.generate({str(marker): ids for marker, ids in prompts.items()}))
+def serve(server: CaptureServer, prompts: dict[Any, Any], model_layers: int, vocabulary: int) -> str:
+    """Sends everything at once and checks all but the states; returns the server's version."""
+    with server:
+        metas = asyncio.run(server.generate({str(marker): ids for marker, ids in prompts.items()}))
     report = server.report()
     assert report.layers == tuple(server.layers)
     assert (report.final, report.model_layers, report.vocab_size) == (server.final, model_layers, vocabulary)
@@ -58,19 +60,25 @@ def check(server: CaptureServer, prompts: dict[Any, Any], judge: Any, model_laye
     for marker, ids in prompts.items():
         assert metas[str(marker)]["prompt_tokens"] == len(ids)
         assert metas[str(marker)]["cached_tokens"] == 0
-        header, bits, found = server.dump(marker)
+        header, _, found = server.dump(marker)
         assert header.marker == marker
         assert header.epoch == server.epoch
         assert header.spec == CaptureSpec(tuple(server.layers), report.spec.final)
         assert np.array_equal(found, ids)
         sequences.append(header.sequence)
-        judge.look(ids, server.dump_float32(marker), bits)
     assert sorted(sequences) == list(range(1, len(prompts) + 1))
+    assert not list(server.dumps.glob("*.part"))
+    assert not list(server.dumps.glob("*.error"))
+    return report.engine_version
+
+
+def compare(server: CaptureServer, prompts: dict[Any, Any], judge: Any) -> None:
+    """The states against Hugging Face. After the server has stopped: its idle scheduler takes a core for itself."""
+    for marker, ids in prompts.items():
+        judge.look(ids, server.dump_float32(marker), server.dump(marker)[1])
     assert judge.worst_capture < CAPTURED
     assert judge.worst_stored < STORED
     assert judge.nearest_neighbour > 10 * CAPTURED
-    assert not list(server.dumps.glob("*.part"))
-    assert not list(server.dumps.glob("*.error"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -85,14 +93,15 @@ def test_tiny_models(
     python = request.getfixturevalue("sglang_python" if case.version == "0.5.23" else "sglang_python_0518")
     model = tiny_model(case.kind)
     prompts = samples(64, 1500, 1000, 4)
-    with CaptureServer(python, tmp_path, model, case.layers, case.final, variables={"HSX_TEST_MLA_ON_CPU": "1"}) as server:
-        check(server, prompts, judge(model, case.layers, case.final), 8, 1000)
-        assert server.report().engine_version == case.version
+    server = CaptureServer(python, tmp_path, model, case.layers, case.final, variables={"HSX_TEST_MLA_ON_CPU": "1"})
+    assert serve(server, prompts, 8, 1000) == case.version
+    compare(server, prompts, judge(model, case.layers, case.final))
 
 
 def test_smollm2(tmp_path: Path, sglang_python: Path, samples: Any, judge: Callable[[Path, Sequence[int], str], Any]) -> None:
     model = smollm2.prepare(tmp_path / "model", smollm2.fetch_gguf(tmp_path / "cache"))
     layers = (2, 15, 27)
     prompts = samples(64, 1500, 49152, 10)
-    with CaptureServer(sglang_python, tmp_path, model, layers) as server:
-        check(server, prompts, judge(model, layers, "post_norm"), 30, 49152)
+    server = CaptureServer(sglang_python, tmp_path, model, layers)
+    serve(server, prompts, 30, 49152)
+    compare(server, prompts, judge(model, layers, "post_norm"))
