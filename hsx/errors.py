@@ -30,6 +30,7 @@ KINDS: Final[dict[str, str]] = {
     "request_duplicate": "the server still works on a request under the same marker",
     "request_failed": "the request failed in transport or with HTTP 5xx",
     "request_timeout": "the server did not answer within the request's budget",
+    "answer_invalid": "the server's answer lacks the counts that prove the sample",
     "dump_invalid": "a dump file is torn, has a bad header or another format version",
     "dump_failed": "the capture side reported that it could not write this dump",
     # one epoch
@@ -46,6 +47,7 @@ KINDS: Final[dict[str, str]] = {
     "root_unusable": "a root is missing, is not the root it was, or cannot be written",
     "roots_full": "no root has room for the next shard",
     "staging_failed": "the dump directory is missing or cannot be written",
+    "out_of_files": "hsx ran out of file descriptors; raise LimitNOFILE",
     "status_failed": "the status endpoint cannot listen on its address",
     "restart_budget": "the server needed more restarts than the budget allows",
     "store_invalid": "the store is not an hsx store, or a shard cannot be decoded",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hsx.core.marker import Marker, parse
-from hsx.core.spec import BF16_BYTES, FINAL_STATES, CaptureSpec, FinalState
+from hsx.core.spec import CaptureSpec, bytes_per_token, final_state
 from hsx.errors import SampleError
 
 FORMAT: Final = "hsx-dump-1"
@@ -55,12 +55,26 @@ class DumpHeader:
     @property
     def states_bytes(self) -> int:
         """Bytes of `hidden_states`."""
-        return self.tokens * self.spec.states * self.hidden_size * BF16_BYTES
+        return self.tokens * bytes_per_token(self.spec, self.hidden_size)
 
     @property
     def data_bytes(self) -> int:
         """Bytes of both tensors."""
         return self.states_bytes + self.tokens * ID_BYTES
+
+
+def dump_bytes(spec: CaptureSpec, hidden_size: int, tokens: int) -> int:
+    """Bytes that the dump of a prompt takes in the dump directory: a page of header, then the data, in whole pages.
+
+    A header of more than one page needs a spec of hundreds of layers or a model path of thousands of characters.
+
+    Args:
+        spec: what is captured.
+        hidden_size: H.
+        tokens: length of the prompt.
+    """
+    data = tokens * (bytes_per_token(spec, hidden_size) + ID_BYTES)
+    return ALIGNMENT * (1 + -(-data // ALIGNMENT))
 
 
 def encode_header(header: DumpHeader, at_least: int = 0) -> bytes:
@@ -126,6 +140,7 @@ def decode_header(prefix: bytes, file_size: int) -> tuple[DumpHeader, int]:
         sequence, tokens, hidden_size = (int(values[k]) for k in ("sequence", "tokens", "hidden_size"))
         layers = tuple(json.loads(values["layers"]))
         tensors = {name: document[name] for name in ("hidden_states", "input_ids")}
+        final = final_state(values["final"])
     except (ValueError, KeyError, TypeError) as error:
         raise _invalid(f"header is not a dump's: {type(error).__name__}: {error}") from error
     if values["format"] != FORMAT:
@@ -133,11 +148,10 @@ def decode_header(prefix: bytes, file_size: int) -> tuple[DumpHeader, int]:
     marker = parse(values["marker"])
     if marker is None or marker.tokens != tokens:
         raise _invalid(f"marker is {values['marker']!r} with {tokens} tokens; expected a marker of that many tokens")
-    if values["final"] not in FINAL_STATES or not all(type(k) is int for k in layers):
-        raise _invalid(f"layers are {values['layers']}, final is {values['final']!r}; expected integers and a final state")
+    if not all(type(k) is int for k in layers):
+        raise _invalid(f"layers are {values['layers']}; expected integers")
     if sequence < 1 or hidden_size < 1:
         raise _invalid(f"sequence is {sequence}, hidden_size is {hidden_size}; expected at least 1")
-    final: FinalState = "post_norm" if values["final"] == "post_norm" else "pre_norm"
     header = DumpHeader(
         marker=marker,
         epoch=values["epoch"],

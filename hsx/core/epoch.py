@@ -1,8 +1,8 @@
 """One life of one server process, as it is recorded in the dump directory.
 
 `<dump_dir>/<epoch>/server.json` (`EpochRecord`) is written by `hsx serve` before it becomes the server; the capture plugin
-adds `<dump_dir>/<epoch>/capture.json` (`CaptureReport`) once the model is loaded, with what it read back. Both are JSON
-objects, published by rename.
+adds `<dump_dir>/<epoch>/capture.json` (`CaptureReport`) once the model is loaded, with what it read back, and before it the
+final norm's weight; or, where it cannot capture, `capture.error`. All are published by rename.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from hsx.core.spec import FINAL_STATES, CaptureSpec
+from hsx.core.spec import CaptureSpec, final_state
 from hsx.errors import EngineError
 
 RECORD_NAME: Final = "server.json"
 REPORT_NAME: Final = "capture.json"
+NORM_NAME: Final = "final_norm.f32"
+"""The final norm's weight: float32, little endian, [H], without a header. `CaptureReport.norm_file` names it."""
+REFUSAL_NAME: Final = "capture.error"
+"""Why there is no capture in this epoch, and never will be: one sentence in UTF-8, ended by a newline. Not JSON. Where
+a report lies beside it, the refusal counts (a second model was loaded, say)."""
+RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
+"""Environment variable of the server: the path of its `server.json`, set by `hsx serve` for the capture side."""
 FORMAT: Final = 1
 
 
@@ -89,7 +96,7 @@ class CaptureReport:
     @property
     def spec(self) -> CaptureSpec:
         """The capture spec in force."""
-        return CaptureSpec(self.layers, "post_norm" if self.final == "post_norm" else "pre_norm")
+        return CaptureSpec(self.layers, final_state(self.final))
 
 
 def to_json(record: EpochRecord | CaptureReport) -> str:
@@ -124,8 +131,7 @@ def _decode(text: str, record: type[Any], name: str) -> dict[str, Any]:
                 document[key] = tuple(value)
             elif type(value) is not {"int": int, "float": float, "str": str}[str(kind)]:
                 raise ValueError(f"{key} is {value!r}; expected {kind}")
-        if document["final"] not in FINAL_STATES:
-            raise ValueError(f"final is {document['final']!r}")
+        final_state(document["final"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError("epoch_unknown", f"{name} cannot be read: {error}") from error
     return dict(document)

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 MAX_LENGTH = 64
-_PATTERN = re.compile(r"hsx1-([0-9a-f]{8})-(c?)(0|[1-9][0-9]*)-(0|[1-9][0-9]*)-([1-9][0-9]*)")
+_FORMAT = "hsx1"
+_PATTERN = re.compile(_FORMAT + r"-([0-9a-f]{8})-(c?)(0|[1-9][0-9]*)-(0|[1-9][0-9]*)-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,16 @@ class Marker:
             raise ValueError(f"not a valid marker: {self}")
 
     def __str__(self) -> str:
-        return f"hsx1-{self.run}-{'c' if self.canary else ''}{self.index}-{self.attempt}-{self.tokens}"
+        return f"{prefix(self.run)}{'c' if self.canary else ''}{self.index}-{self.attempt}-{self.tokens}"
+
+
+ANY_PREFIX: Final = f"{_FORMAT}-"
+"""What every marker of every run begins with."""
+
+
+def prefix(run: str) -> str:
+    """What every marker of `run` begins with, and no marker of another run."""
+    return f"{_FORMAT}-{run}-"
 
 
 def parse(rid: str) -> Marker | None:

@@ -14,6 +14,15 @@ FINAL_STATES: Final[tuple[str, ...]] = get_args(FinalState)
 BF16_BYTES: Final = 2
 
 
+def final_state(text: str) -> FinalState:
+    """`text` as the name of a final state. Raises ValueError with what was expected and found."""
+    for state in get_args(FinalState):
+        if text == state:
+            found: FinalState = state
+            return found
+    raise ValueError(f"final state is {text!r}; expected one of {', '.join(FINAL_STATES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
     """Which hidden states are taken, in the order in which they are stored.

@@ -1,7 +1,7 @@
 """The HTTP client of an SGLang server; the reference engine shows the same face.
 
 Errors are translated here, once. What a status says of the prompt is a `SampleError`; what it says of the server, or of what
-answers in its place, is an `EngineError`:
+answers in its place, is an `EngineError`; what it says of hsx itself, a `RunError`:
 
 ====================================  ==============================
 what happens                          error
@@ -12,15 +12,18 @@ other 400, 413, 422                   SampleError `request_refused`
 other 5xx                             SampleError `request_failed`
 other statuses (401, 404, ...)        EngineError `server_protocol`
 200, aborted before it was prefilled  SampleError `request_failed`
-200 without the counts                EngineError `server_protocol`
-no connection can be made             EngineError `server_gone`
-connection lost under way             SampleError `request_failed`
+200 without a count                   SampleError `answer_invalid`
+200 that is no answer of SGLang's     EngineError `server_protocol`
+connection refused or unreachable     EngineError `server_gone`
+no file descriptor is left to hsx     RunError `out_of_files`
+any other failure of a connection     SampleError `request_failed`
 no answer in time                     SampleError `request_timeout`
 ====================================  ==============================
 """
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +31,7 @@ import aiohttp
 import msgspec
 
 from hsx.core.invariants import Answer
-from hsx.errors import EngineError, SampleError
+from hsx.errors import EngineError, RunError, SampleError
 from hsx.ports import ServerFacts
 
 if TYPE_CHECKING:
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
     from hsx.core.marker import Marker
 
 _REFUSED: Final = frozenset({400, 413, 422})
+_NOBODY: Final = frozenset(
+    {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH}
+    | {errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL, errno.ETIMEDOUT}
+)
+"""Why a connection does not come up when there is no server at the other end."""
+_OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _DUPLICATE: Final = "Duplicate request ID"
 _MESSAGE_CHARS: Final = 500
 _JSON: Final = {"Content-Type": "application/json"}
@@ -106,11 +115,12 @@ class SGLangClient:
                 status, payload = response.status, await response.read()
         except TimeoutError as error:
             raise SampleError("request_timeout", f"{marker}: no answer within {timeout_s:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise self._gone(error) from error
         except (aiohttp.ClientError, OSError) as error:
+            self._raise_if_out_of_files(error)
+            if is_nobody(error):
+                raise self._gone(error) from error
             reason = f"{type(error).__name__}: {error}"
-            raise SampleError("request_failed", f"{marker}: connection to {self._base} was lost: {reason}") from error
+            raise SampleError("request_failed", f"{marker}: connection to {self._base} failed: {reason}") from error
         if status != 200:
             raise _refusal(marker, status, payload)
         return _answer(marker, payload)
@@ -150,6 +160,7 @@ class SGLangClient:
             async with self._open().get(self._base + path, timeout=timeout) as response:
                 status, payload = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            self._raise_if_out_of_files(error)
             raise self._gone(error) from error
         if status >= 500:
             raise EngineError("server_gone", f"{self._base}{path} answered HTTP {status}; expected 200")
@@ -160,8 +171,27 @@ class SGLangClient:
             )
         return document
 
+    def _raise_if_out_of_files(self, error: Exception) -> None:
+        if _errno(error) in _OUT_OF_FILES:
+            raise RunError(
+                "out_of_files", f"connection to {self._base} needs a file descriptor and there is none left ({error})"
+            ) from error
+
     def _gone(self, error: Exception) -> EngineError:
         return EngineError("server_gone", f"{self._base} does not answer: {type(error).__name__}: {error}")
+
+
+def _errno(error: Exception) -> int | None:
+    """The operating system's number. None also where a name has several addresses that failed for different reasons."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return cause.errno if isinstance(cause, OSError) else None
+
+
+def is_nobody(error: Exception) -> bool:
+    """Whether there is no server at the other end; a connection that was up and broke says less."""
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return False
+    return isinstance(error, aiohttp.ClientConnectorDNSError) or _errno(error) is None or _errno(error) in _NOBODY
 
 
 def _tolist(ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
@@ -199,7 +229,7 @@ def _answer(marker: Marker, payload: bytes) -> Answer:
         # Absent is not zero: a server that does not say whether it used its cache proves nothing.
         value = meta.get(name)
         if type(value) is not int:
-            raise EngineError("server_protocol", f"{marker}: meta_info.{name} is {value!r}; expected an integer")
+            raise SampleError("answer_invalid", f"{marker}: meta_info.{name} is {value!r}; expected an integer")
         counts.append(value)
     return Answer(prompt_tokens=counts[0], cached_tokens=counts[1], finish_reason=reason, retractions=counts[2])
 

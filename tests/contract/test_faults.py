@@ -61,7 +61,7 @@ ERRORS = {
     "connection_reset_before": "request_failed",
     "connection_reset_after": "request_failed",
     "abort": "request_failed",
-    "no_counts": "server_protocol",
+    "no_counts": "answer_invalid",
 }
 # Faults with a test of their own.
 OTHERS = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hsx.core.dump import ALIGNMENT, DumpHeader, decode_header, encode_header
+from hsx.core.dump import ALIGNMENT, DumpHeader, decode_header, dump_bytes, encode_header
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.errors import SampleError
@@ -36,6 +36,13 @@ def test_round_trip(tokens: int, layers: list[int], final: Any, width: int, mode
     prefix = encode_header(header)
     assert len(prefix) % ALIGNMENT == 0
     assert decode_header(prefix + b"more", len(prefix) + header.data_bytes) == (header, len(prefix))
+
+
+@pytest.mark.parametrize("tokens", [1, 78, 79, 4096])
+def test_a_dumps_size_is_known_before_it_is_written(tokens: int) -> None:
+    header = DumpHeader(Marker("0a1b2c3d", 7, 2, tokens), "e1", 3, HEADER.spec, 8, "model", "sglang 0.5.23")
+    size = len(encode_header(header)) + header.data_bytes
+    assert dump_bytes(HEADER.spec, 8, tokens) == (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def test_safetensors_reads_a_dump(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsx.core.marker import MAX_LENGTH, Marker, parse
+from hsx.core.marker import MAX_LENGTH, Marker, parse, prefix
 
 markers = st.builds(
     Marker,
@@ -54,6 +54,12 @@ def test_one_changed_character_is_another_marker_or_none(marker: Marker, at: int
 )
 def test_foreign_rids(rid: str) -> None:
     assert parse(rid) is None
+
+
+def test_markers_of_a_run_share_a_prefix_that_no_other_run_has() -> None:
+    for marker in (Marker("01234567", 0, 1, 1), Marker("01234567", 3, 2, 1, canary=True)):
+        assert str(marker).startswith(prefix("01234567"))
+        assert not str(marker).startswith(prefix("01234568"))
 
 
 def test_a_marker_that_cannot_be_spelled_is_refused() -> None:

@@ -15,7 +15,7 @@ from hsx.core.placement import RootSpace, choose
 from hsx.core.policy import Action, ViolationWindow, WindowLimit, on_failure
 from hsx.core.progress import ProgressLimits, Snapshot, advancing
 from hsx.core.restart import RestartLimits, RestartPolicy
-from hsx.core.spec import CaptureSpec
+from hsx.core.spec import FINAL_STATES, CaptureSpec, final_state
 
 # --- policy
 
@@ -184,6 +184,12 @@ def test_changes_name_exactly_the_fields_that_differ(a: dict[str, str], b: dict[
 )
 def test_a_spec_that_the_model_cannot_give_is_explained(layers: tuple[int, ...], words: str) -> None:
     assert words in " ".join(CaptureSpec(layers, "post_norm").problems(8))
+
+
+def test_a_final_state_is_one_of_two_names() -> None:
+    assert tuple(final_state(name) for name in FINAL_STATES) == ("post_norm", "pre_norm")
+    with pytest.raises(ValueError, match="'norm'; expected one of post_norm, pre_norm"):
+        final_state("norm")
 
 
 def test_a_fit_spec_has_no_problems() -> None:

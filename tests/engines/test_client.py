@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import resource
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
 
 from hsx.core.invariants import Answer
 from hsx.core.marker import Marker
+from hsx.engines import sglang
 from hsx.engines.sglang import Limits, SGLangClient
-from hsx.errors import EngineError, SampleError
+from hsx.errors import EngineError, RunError, SampleError
 from hsx.testing.servers import free_port
 
 if TYPE_CHECKING:
@@ -117,12 +123,12 @@ async def test_good_answer() -> None:
         (200, "not json", EngineError, "server_protocol", "not json"),
         (200, [], EngineError, "server_protocol", "meta_info"),
         (200, {"text": ""}, EngineError, "server_protocol", "meta_info"),
-        (200, meta(prompt_tokens=...), EngineError, "server_protocol", "prompt_tokens"),
-        (200, meta(cached_tokens=...), EngineError, "server_protocol", "cached_tokens is None"),
-        (200, meta(cached_tokens=None), EngineError, "server_protocol", "cached_tokens"),
-        (200, meta(cached_tokens=0.0), EngineError, "server_protocol", "cached_tokens"),
-        (200, meta(cached_tokens=False), EngineError, "server_protocol", "cached_tokens"),
-        (200, meta(num_retractions=...), EngineError, "server_protocol", "num_retractions"),
+        (200, meta(prompt_tokens=...), SampleError, "answer_invalid", "prompt_tokens"),
+        (200, meta(cached_tokens=...), SampleError, "answer_invalid", "cached_tokens is None"),
+        (200, meta(cached_tokens=None), SampleError, "answer_invalid", "cached_tokens"),
+        (200, meta(cached_tokens=0.0), SampleError, "answer_invalid", "cached_tokens"),
+        (200, meta(cached_tokens=False), SampleError, "answer_invalid", "cached_tokens"),
+        (200, meta(num_retractions=...), SampleError, "answer_invalid", "num_retractions"),
         (200, meta(finish_reason=None), EngineError, "server_protocol", "finish_reason"),
         (200, meta(finish_reason={}), EngineError, "server_protocol", "finish_reason"),
         (200, meta(id="hsx1-0123abcd-8-1-3"), EngineError, "server_protocol", "expected this one"),
@@ -160,6 +166,44 @@ async def test_nobody_listens() -> None:
             await call
         assert caught.value.kind == "server_gone"
     await client.abort(MARKER)
+    await client.close()
+
+
+async def test_no_file_descriptor_is_left() -> None:
+    """hsx's own want of files is not taken for a server that is gone: it ends the run, by name."""
+    async with answering(says(200, meta())) as client:
+        # The session and its resolver first, so that the connection alone lacks a file.
+        client._open()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            for call in (client.prefill(MARKER, [1, 2, 3], 10), client.facts(), client.answers()):
+                with pytest.raises(RunError, match="file descriptor") as caught:
+                    await call
+                assert caught.value.kind == "out_of_files"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (await client.prefill(MARKER, [1, 2, 3], 10)).prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "nobody"),
+    [(errno.ECONNREFUSED, True), (errno.EHOSTUNREACH, True), (None, True), (errno.EACCES, False), (errno.ENOBUFS, False)],
+)
+def test_not_every_failure_to_connect_means_that_the_server_is_gone(number: int | None, nobody: bool) -> None:
+    """What the system at hsx's own end refuses fails the request alone; such refusals cannot be provoked portably."""
+    key = ConnectionKey("127.0.0.1", 30000, False, True, None, None, None)
+    cause = OSError("several reasons") if number is None else OSError(number, os.strerror(number))
+    assert sglang.is_nobody(aiohttp.ClientConnectorError(key, cause)) is nobody
+    assert not sglang.is_nobody(aiohttp.ClientOSError(errno.ECONNRESET, "was up, and broke"))
+
+
+async def test_a_host_that_has_no_address_is_gone() -> None:
+    """A name that does not resolve."""
+    client = SGLangClient("nobody.invalid", 30000)
+    with pytest.raises(EngineError) as caught:
+        await client.prefill(MARKER, [1], 10)
+    assert caught.value.kind == "server_gone"
     await client.close()
 
 
