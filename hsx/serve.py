@@ -5,7 +5,7 @@ the name of the argument to change, before a large model is loaded for half an h
 same again from the inside. `exec` keeps the process id, so the record written before it names the server.
 
 Runs in the server's environment, where hsx is installed without its dependencies: standard library, msgspec, hsx.core,
-hsx.config and hsx.errors only.
+hsx.config, hsx.errors and hsx.engines.process only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from hsx import __version__
 from hsx.core.dump import PART_SUFFIX
-from hsx.core.epoch import RECORD_NAME, EpochRecord, to_json
+from hsx.core.epoch import RECORD_NAME, RECORD_VARIABLE, EpochRecord, to_json
+from hsx.engines.process import boot_id
+from hsx.engines.process import start_ticks as start_ticks
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
     from hsx.config import Config
 
-RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
-"""Path of `server.json`, for the capture side; `hsx.capture.plugin` reads the same name."""
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hsx"
 OLDEST_SGLANG: Final = (0, 5, 11)
@@ -49,6 +49,7 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     ("--enable-hicache", "a cached prefix is not computed, so it has no states"),
     ("--enable-lmcache", "a cached prefix is not computed, so it has no states"),
     ("--enable-flexkv", "a cached prefix is not computed, so it has no states"),
+    ("--allow-auto-truncate", "it cuts long prompts silently"),
     ("--encoder-only", "there is no language model to capture"),
     ("--config", "its arguments would escape this check: give them here"),
 )
@@ -181,9 +182,9 @@ def write_record(config: Config, launch: Launch, epoch: str) -> Path:
     folder = Path(config.staging.dump_dir).resolve() / epoch
     record = EpochRecord(
         epoch=epoch,
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+        boot_id=boot_id(),
         pid=os.getpid(),
-        start_ticks=start_ticks(os.getpid()),
+        start_ticks=start_ticks(os.getpid()) or 0,
         invocation_id=os.environ.get("INVOCATION_ID", ""),
         command=launch.command,
         model=launch.model,
@@ -218,15 +219,6 @@ def look_around() -> Environment:
         version = ""
     plugin = any(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))
     return Environment(version, plugin, os.environ)
-
-
-def start_ticks(pid: int) -> int:
-    """When process `pid` started, in clock ticks since boot: field 22 of its stat. Raises OSError where it is gone.
-
-    The command name, field 2, may hold spaces and parentheses, so counting begins after the last closing one.
-    """
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 _MODEL: Final = ("--model-path", "--model")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 from hsx.capture import unrounded
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.model import CaptureRefusedError, find_norm, norm_input, set_layers
-from hsx.capture.report import NORM_NAME, write_refusal, write_report
+from hsx.capture.report import write_refusal, write_report
 from hsx.capture.session import Batch, Session
-from hsx.core.epoch import CaptureReport
-from hsx.core.spec import CaptureSpec
+from hsx.core.epoch import NORM_NAME, CaptureReport
+from hsx.core.spec import CaptureSpec, final_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +172,7 @@ class Hooks:
         if server.dp_size > 1:
             raise CaptureRefusedError(f"dp_size is {server.dp_size}; each rank would count its own sequence: set --dp-size 1")
         record, config = self._record, runner.model_config
-        spec = CaptureSpec(record.layers, "post_norm" if record.final == "post_norm" else "pre_norm")
+        spec = CaptureSpec(record.layers, final_state(record.final))
         body, layers = set_layers(runner.model, spec, int(config.num_hidden_layers))
         norm = find_norm(body)
         if spec.final == "pre_norm":

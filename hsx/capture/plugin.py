@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Final
+
+from hsx.core.epoch import RECORD_VARIABLE, record_from_json
 
 log = logging.getLogger(__name__)
-
-VARIABLE: Final = "HSX_EPOCH_RECORD"
-"""Environment variable with the path of this epoch's `server.json`; `hsx serve` sets it."""
 
 
 def register() -> None:
@@ -22,14 +20,13 @@ def register() -> None:
 
     Raises EngineError `epoch_unknown`, or OSError, where the record cannot be read.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(RECORD_VARIABLE)
     if not path:
-        log.info("capture.not_installed reason=%s is not set (the server was not started by hsx serve)", VARIABLE)
+        log.info("capture.not_installed reason=%s is not set (the server was not started by hsx serve)", RECORD_VARIABLE)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from hsx.capture.hooks import Hooks
-    from hsx.core.epoch import record_from_json
 
     record = record_from_json(Path(path).read_text(encoding="utf-8"))
     hooks = Hooks(record, Path(path).parent)

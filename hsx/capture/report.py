@@ -6,20 +6,17 @@ last, so that whoever sees it sees its norm file too. Where capture is impossibl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hsx.core.dump import PART_SUFFIX
-from hsx.core.epoch import REPORT_NAME, CaptureReport, to_json
+from hsx.core.epoch import NORM_NAME, REFUSAL_NAME, REPORT_NAME, CaptureReport, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-NORM_NAME: Final = "final_norm.f32"
-REFUSAL_NAME: Final = "capture.error"
 
 
 def write_report(folder: Path, report: CaptureReport, norm_weight: NDArray[np.float32] | None) -> None:
@@ -60,8 +57,8 @@ def read_norm(folder: Path, report: CaptureReport) -> NDArray[np.float32] | None
 
 
 def write_refusal(folder: Path, reason: str) -> None:
-    """Publishes `capture.error`: one sentence on why there is no capture in this epoch. Raises OSError."""
-    _publish(folder, REFUSAL_NAME, (reason + "\n").encode())
+    """Publishes `capture.error`: `reason`, on one line, says why there is no capture in this epoch. Raises OSError."""
+    _publish(folder, REFUSAL_NAME, (" ".join(reason.split()) + "\n").encode())
 
 
 def _publish(folder: Path, name: str, data: bytes) -> None:

@@ -22,8 +22,17 @@ import torch
 from aiohttp import web
 
 import hsx
-from hsx.core.epoch import RECORD_NAME, REPORT_NAME, CaptureReport, EpochRecord, record_from_json, to_json
-from hsx.core.spec import CaptureSpec
+from hsx.core.epoch import (
+    NORM_NAME,
+    RECORD_NAME,
+    RECORD_VARIABLE,
+    REPORT_NAME,
+    CaptureReport,
+    EpochRecord,
+    record_from_json,
+    to_json,
+)
+from hsx.core.spec import CaptureSpec, final_state
 from hsx.engines.process import boot_id, start_ticks
 from hsx.errors import HsxError, RunError
 from hsx.testing.faults import Faults
@@ -38,10 +47,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.core.spec import FinalState
-
-RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
-NORM_NAME: Final = "final_norm.f32"
 _IGNORED: Final = ("--dtype", "--device", "--attention-backend", "--grammar-backend", "--max-total-tokens")
 
 
@@ -149,7 +154,7 @@ def _record(options: argparse.Namespace) -> tuple[EpochRecord | None, Path | Non
 
 def _report(record: EpochRecord, model: ReferenceModel) -> CaptureReport:
     config = model.config
-    final: FinalState = "pre_norm" if record.final == "pre_norm" else "post_norm"
+    final = final_state(record.final)
     problems = CaptureSpec(record.layers, final).problems(config.num_hidden_layers)
     if problems:
         raise RunError("config_invalid", "; ".join(problems))

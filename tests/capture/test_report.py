@@ -69,6 +69,6 @@ def test_torn_norm_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_refusal_is_one_sentence_in_a_file(tmp_path: Path) -> None:
-    write_refusal(tmp_path, "pp_size is 2")
-    assert (tmp_path / "capture.error").read_text() == "pp_size is 2\n"
+    write_refusal(tmp_path, "pp_size is 2;\n expected 1")
+    assert (tmp_path / "capture.error").read_text() == "pp_size is 2; expected 1\n"
     assert [p.name for p in tmp_path.iterdir()] == ["capture.error"]

@@ -6,15 +6,19 @@ import os
 import stat
 import sys
 import uuid
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from hsx.config import Config
 from hsx.core.epoch import record_from_json
+from hsx.engines.process import boot_id, start_ticks
 from hsx.errors import RunError
-from hsx.serve import Environment, Launch, plan_launch, start_ticks, write_record
+from hsx.serve import Environment, Launch, plan_launch, write_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FIT = Environment("0.5.23", plugin=True, variables={})
 GOOD = ["--disable-radix-cache"]
@@ -77,6 +81,7 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--return-aux-hidden-state-layer-ids", "1", "2"], "--return-aux-hidden-state-layer-ids is given"),
         ([*GOOD, "--enable-hierarchical-cache"], "--enable-hierarchical-cache is given; remove it"),
         ([*GOOD, "--enable-pdmux"], "--enable-pdmux is given; remove it"),
+        ([*GOOD, "--allow-auto-truncate"], "--allow-auto-truncate is given; remove it: it cuts long prompts silently"),
         ([*GOOD, "--is-embedding"], "--is-embedding is given; remove it"),
         ([*GOOD, "--config", "a.yaml"], "--config is given; remove it"),
         ([*GOOD, "--pp", "2"], "--pp is short for --pp-size; write names in full"),
@@ -134,7 +139,7 @@ def test_record_names_this_process(tmp_path: Path) -> None:
     assert path == tmp_path / "dumps" / epoch / "server.json"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert (record.epoch, record.pid, record.start_ticks) == (epoch, os.getpid(), start_ticks(os.getpid()))
-    assert record.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert record.boot_id == boot_id()
     assert (record.layers, record.final, record.engine, record.engine_version) == ((2, 5), "pre_norm", "sglang", "0.5.23")
     assert record.command == launch_of(tmp_path).command
     assert [p.name for p in path.parent.iterdir()] == ["server.json"]
@@ -159,8 +164,3 @@ def test_dump_directory_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         write_record(config(tmp_path), launch_of(tmp_path), str(uuid.uuid4()))
     assert caught.value.kind == "staging_failed"
-
-
-def test_start_ticks_of_a_gone_process() -> None:
-    with pytest.raises(OSError, match="No such"):
-        start_ticks(2**22 + 1)

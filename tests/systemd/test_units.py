@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
+from hsx.serve import Environment, plan_launch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = ("hsx.service", "hsx-sglang.service", "srv-hsx-dumps.mount")
@@ -84,6 +86,24 @@ def test_exit_codes_are_the_documented_ones() -> None:
     assert service["Type"] == ["notify"]
     assert service["WatchdogSec"]
     assert settings("hsx-sglang.service", "Service")["RestartPreventExitStatus"] == [str(ExitCode.REFUSED.value)]
+
+
+def server_command() -> str:
+    (command,) = settings("hsx-sglang.service", "Service")["ExecStart"]
+    return command
+
+
+def test_the_servers_arguments_pass_hsx_serve() -> None:
+    arguments = shlex.split(server_command().partition(" -- ")[2])
+    launch = plan_launch(load(DEPLOY / "hsx.example.toml").config, arguments, Environment("0.5.23", plugin=True, variables={}))
+    assert launch.command[3 : 3 + len(arguments)] == tuple(arguments)
+    assert (launch.model, launch.port) == ("/srv/models/Kimi-K2.5", 30000)
+
+
+def test_systemd_changes_nothing_in_the_servers_command() -> None:
+    """It would expand `%x` and `$x`, take quotes and backslashes away, and end a command at `;`."""
+    assert server_command().startswith("/opt/sglang/bin/hsx serve /etc/hsx/job.toml -- ")
+    assert set(server_command()).isdisjoint("%$\"'\\;")
 
 
 def test_a_unit_does_not_wait_out_the_load_of_the_model() -> None:
