@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import resource
 import signal
 import sys
 import time
@@ -22,10 +24,11 @@ from hsx.dumps.directory import DumpDirectory
 from hsx.dumps.measure import measure
 from hsx.engines import sglang
 from hsx.engines.external import ExternalOwner
+from hsx.engines.process import process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 from hsx.errors import RunError
 from hsx.gate import Gate
-from hsx.locks import JOB_LOCK, locked
+from hsx.locks import JOB_LOCK, locked, store_lock
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
@@ -104,9 +107,11 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None)
     """
     telemetry = Telemetry()
     notifier = Notifier()
+    _raise_file_limit()
     with ExitStack() as held:
         held.enter_context(locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"))
-        held.enter_context(locked(loaded.dump_dir / "hsx.lock", f"dump directory {loaded.dump_dir}"))
+        held.enter_context(locked(loaded.dump_dir / "hsx.lock", f"dump directory {loaded.dump_dir}", "staging_failed"))
+        held.enter_context(locked(store_lock(loaded.store), f"store {loaded.store}", "store_unwritable"))
         # Nothing else is on the loop yet, so reading the dataset may block it; a signal ends it as it ends any program.
         job = prepare(loaded, lambda rows, tokens: telemetry.log.info("dataset.indexing", rows=rows, tokens=tokens))
         ledger = SqliteLedger(job.ledger)
@@ -151,7 +156,7 @@ class Run:
         view.repair(ledger.committed_roots())
         self._client = sglang.SGLangClient(config.engine.host, config.engine.port, sglang.Limits(config.pipeline.concurrency))
         self._owner = make_owner(loaded)
-        self._dumps = DumpDirectory(loaded.dump_dir)
+        self._dumps = DumpDirectory(loaded.dump_dir, process_alive)
         self._admission = Admission(
             Limits(
                 requests=config.pipeline.concurrency,
@@ -163,21 +168,22 @@ class Run:
             telemetry,
         )
         self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
-        self._supervisor = self._make_supervisor(clock)
+        gate = self._make_gate(clock)
+        self._supervisor = self._make_supervisor(clock, gate)
         self._watchdog = Watchdog(
             self._supervisor,
             self._admission,
             clock,
-            telemetry,
             self._progress_limits,
             WindowLimit(config.watchdog.violations, config.watchdog.violation_window_s),
+            gate.canary,
         )
         self._writer = Writer(
             roots,
             view,
             ledger,
+            job.samples,
             telemetry,
-            clock,
             WriterSettings(
                 threads=config.pipeline.writer_threads,
                 group_samples=config.pipeline.commit_samples,
@@ -202,7 +208,7 @@ class Run:
                     await self._pipeline.run()
                     await self._writer.close()
                     await committing
-                    self._pipeline.sweep()
+                    await self._pipeline.sweep()
                     for task in others:
                         task.cancel()
         finally:
@@ -259,9 +265,9 @@ class Run:
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
         }
 
-    def _make_supervisor(self, clock: SystemClock) -> Supervisor:
+    def _make_gate(self, clock: SystemClock) -> Gate:
         config = self._loaded.config
-        gate = Gate(
+        return Gate(
             run=self._ledger.run,
             spec=self._job.spec,
             shape=self._job.shape,
@@ -273,6 +279,9 @@ class Run:
             clock=clock,
             measure=measure,
         )
+
+    def _make_supervisor(self, clock: SystemClock, gate: Gate) -> Supervisor:
+        config = self._loaded.config
         parts = SupervisorParts(
             owner=self._owner,
             client=self._client,
@@ -305,6 +314,7 @@ class Run:
         def request_timeout_s(tokens_in_flight: int) -> float:
             return config.pipeline.request_slack * deadline_s(self._progress_limits, tokens_in_flight)
 
+        rate = config.pipeline.start_rate
         settings = Settings(
             run=self._ledger.run,
             spec=self._job.spec,
@@ -312,6 +322,7 @@ class Run:
             retries=config.pipeline.retries,
             dump_deadline_s=config.pipeline.dump_deadline_s,
             request_timeout_s=request_timeout_s,
+            congestion_s=config.pipeline.congestion_s,
             shard_bytes=self._layout.file_bytes,
         )
         parts = Parts(
@@ -319,14 +330,16 @@ class Run:
             client=self._client,
             dumps=self._dumps,
             samples=self._job.samples,
+            leases=self._ledger,
             ledger=self._ledger,
             writer=self._writer,
             admission=self._admission,
-            pace=Throttler(rate_limit=max(1, round(config.pipeline.start_rate))),
+            pace=Throttler(rate_limit=math.ceil(rate), period=math.ceil(rate) / rate),
             observer=self._telemetry,
             clock=clock,
             measure=measure,
-            on_violation=self._watchdog.violated,
+            on_failure=self._watchdog.failed,
+            on_success=self._watchdog.committed,
             on_server_lost=self._watchdog.server_lost,
         )
         return Pipeline(settings, parts)
@@ -336,6 +349,12 @@ class Run:
         if report.norm_file:
             weight = np.fromfile(self._dumps.folder / report.norm_file, np.float32)
             record_final_norm(self._loaded.store, weight, report.norm_eps)
+
+
+def _raise_file_limit() -> None:
+    """As many file descriptors as this user may have: the usual soft limit is meant for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def make_owner(loaded: LoadedConfig) -> EngineOwner:

@@ -48,6 +48,11 @@ class LiveEpoch:
         """Returns the verdict once there is one."""
         return await asyncio.shield(self._verdict)
 
+    @property
+    def is_void(self) -> bool:
+        """Whether there is a verdict."""
+        return self._verdict.done()
+
     def check(self) -> None:
         """Raises EngineError `epoch_void` once the epoch is void."""
         if self._verdict.done():

@@ -7,20 +7,20 @@ sample: request, pairing, validation, write, commit. Everything else in this mod
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hsx.core.dump import ALIGNMENT, ID_BYTES
+from hsx.core.dump import dump_bytes
 from hsx.core.invariants import Evidence, Violation, judge_answer, judge_dump
 from hsx.core.marker import Marker
 from hsx.core.pairing import Outstanding, Standing
 from hsx.core.policy import Action, on_failure
-from hsx.core.spec import bytes_per_token
-from hsx.errors import EngineError, SampleError
+from hsx.errors import EngineError, RunError, SampleError
 from hsx.ports import Commit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hsx.core.sample import Lease
     from hsx.core.spec import CaptureSpec
     from hsx.epoch import LiveEpoch
-    from hsx.ports import Clock, Dump, Dumps, EngineClient, Ledger, Observer, Samples
+    from hsx.ports import Clock, Dump, Dumps, EngineClient, Leases, Ledger, Observer, Samples
     from hsx.writer import Writer
 
 PAUSE_S = 1.0
@@ -77,6 +77,7 @@ class Settings:
         retries: failures of a sample that are forgiven.
         dump_deadline_s: longest time from an answer to its dump.
         request_timeout_s: longest time for a request, given the tokens in flight.
+        congestion_s: longest time without a dump while the server's queue or the dump directory is full.
         shard_bytes: size of a sample's shard file, given its tokens.
         leases: how many leases are taken in one ledger transaction.
     """
@@ -87,6 +88,7 @@ class Settings:
     retries: int
     dump_deadline_s: float
     request_timeout_s: Callable[[int], float]
+    congestion_s: float
     shard_bytes: Callable[[int], int]
     leases: int = 64
 
@@ -99,6 +101,7 @@ class Parts:
     client: EngineClient
     dumps: Dumps
     samples: Samples
+    leases: Leases
     ledger: Ledger
     writer: Writer
     admission: Admission
@@ -106,8 +109,10 @@ class Parts:
     observer: Observer
     clock: Clock
     measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
-    on_violation: Callable[[LiveEpoch, str], None]
-    """Hears each violation's or error's name with the epoch it was met in; decides whether the epoch can go on."""
+    on_failure: Callable[[LiveEpoch, Marker, str], Awaitable[None]]
+    """Hears each failed attempt with its reason, and returns once it is decided whether the epoch goes on."""
+    on_success: Callable[[], None]
+    """Hears each commit."""
     on_server_lost: Callable[[LiveEpoch, EngineError], None]
     """Hears that the server no longer answers, or not as a server should."""
 
@@ -144,6 +149,8 @@ class Pipeline:
         self._returned = asyncio.Event()
         self._intake: asyncio.Task[None] | None = None
         self._draining = False
+        self._adopted = False
+        self._last_pairing = parts.clock.monotonic()
 
     async def run(self) -> None:
         """Returns when no sample is pending any more, or, after `drain`, when the last attempt under way has ended.
@@ -198,25 +205,37 @@ class Pipeline:
             async with asyncio.timeout(deadline):
                 await self._parts.dumps.arrival(marker)
         except TimeoutError:
-            raise ViolatedError(marker, Violation("published", f"no dump within {deadline:.1f} s of a 200 answer")) from None
+            # Where hsx itself stood still, the deadline passed before anybody looked: the file's existence is the truth.
+            if str(marker) not in self._parts.dumps.names():
+                evidence = f"no dump within {deadline:.1f} s of a 200 answer"
+                raise ViolatedError(marker, Violation("published", evidence)) from None
         self._parts.admission.advanced()
+        self._last_pairing = self._parts.clock.monotonic()
         return self._parts.dumps.open(marker)
 
     async def _store(
         self, lease: Lease, marker: Marker, epoch: LiveEpoch, dump: Dump, watch: StopWatch, *, adopted: bool
     ) -> None:
         """Validates, writes and commits a dump; only then drops it from the dump directory."""
+        writer, size = self._parts.writer, self._settings.shard_bytes(lease.sample.tokens)
         try:
             await self._validate(marker, epoch, dump)
             watch.lap("validate")
             epoch.check()
-            size = self._settings.shard_bytes(lease.sample.tokens)
-            receipt = await self._parts.writer.write(lease.sample.index, marker, dump.states, size)
-            watch.lap("write")
+            while True:
+                receipt = await writer.write(lease.sample.index, marker, dump.states, size)
+                watch.lap("write")
+                entry = Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted)
+                if await writer.commit(entry):
+                    break  # else its root was lost before the commit, and another takes it
         finally:
-            dump.close()
-        await self._parts.writer.commit(Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted))
-        self._parts.dumps.remove(marker)
+            # Unmapping and unlinking half a gigabyte takes a tenth of a second, so neither is done on the event loop.
+            self._in_background(dump.close)
+        self._parts.on_success()
+        await asyncio.to_thread(self._parts.dumps.remove, marker)
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        asyncio.get_running_loop().run_in_executor(None, work)
 
     async def _validate(self, marker: Marker, epoch: LiveEpoch, dump: Dump) -> None:
         """Judges every invariant of the dump. Raises ViolatedError for the first that does not hold."""
@@ -234,7 +253,7 @@ class Pipeline:
         await self._adopt_leftovers()
         while (lease := await self._next_lease()) is not None:
             await self._parts.pace.acquire()
-            place = await self._parts.admission.enter(lease.sample.tokens, self.dump_bytes(lease.sample.tokens))
+            place = await self._parts.admission.enter(lease.sample.tokens, self._dump_bytes(lease.sample.tokens))
             try:
                 epoch = await self._parts.engine.ready()
             except BaseException:
@@ -247,17 +266,15 @@ class Pipeline:
         """The next lease; None when nothing is pending. While attempts are under way that may come back, it waits."""
         while not self._leases:
             self._returned.clear()
-            self._leases = (await self._parts.ledger.acquire(self._settings.leases))[::-1]
-            if not self._leases:
+            self._leases = (await self._parts.leases.acquire(self._settings.leases))[::-1]
+            if not self._leases and not self._returned.is_set():
                 if self._attempts == 0:
                     return None
                 await self._returned.wait()
         return self._leases.pop()
 
-    def dump_bytes(self, tokens: int) -> int:
-        """Bytes that the dump of a prompt of `tokens` takes in the dump directory, in whole pages with its header's."""
-        data = tokens * (bytes_per_token(self._settings.spec, self._settings.hidden_size) + ID_BYTES)
-        return ALIGNMENT * (1 + -(-data // ALIGNMENT))
+    def _dump_bytes(self, tokens: int) -> int:
+        return dump_bytes(self._settings.spec, self._settings.hidden_size, tokens)
 
     # --- when a step fails ------------------------------------------------------------------------------------------
 
@@ -281,33 +298,34 @@ class Pipeline:
         """The attempt ended by the server's fault: the sample goes back to the queue and nothing is held against it."""
         if error.kind in CONGESTION:
             self._parts.observer.error_met(error.kind, error.message)
+            silence = self._parts.clock.monotonic() - self._last_pairing
+            if silence > self._settings.congestion_s:
+                raise RunError("staging_failed", f"no dump arrived for {silence:.0f} s; the last reason: {error.message}")
             await self._parts.clock.sleep(PAUSE_S)
         elif error.kind != "epoch_void":
             self._parts.on_server_lost(epoch, error)
-        await self._parts.ledger.give_back([lease])
+        await self._parts.leases.give_back([lease])
 
     async def _failed(self, lease: Lease, marker: Marker, epoch: LiveEpoch, error: SampleError) -> None:
         """The attempt failed: the sample is retried or quarantined by the policy table, with the reason in the ledger."""
         reason = error.violation.invariant if isinstance(error, ViolatedError) else error.kind
         if reason in UNFINISHED:
             # A dying server drops its connections before its death is known; so the verdict is awaited for a moment.
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(PAUSE_S):
                     await epoch.voided()
-            except TimeoutError:
-                pass
-            else:
-                await self._parts.ledger.give_back([lease])
-                return
+            await self._parts.client.abort(marker)
         if isinstance(error, ViolatedError):
             self._parts.observer.violation(marker, reason, error.violation.evidence)
-        self._parts.on_violation(epoch, reason)
-        if reason in UNFINISHED:
-            await self._parts.client.abort(marker)
+        await self._parts.on_failure(epoch, marker, reason)
+        if epoch.is_void:
+            # The server is to blame, as far as anybody can tell.
+            await self._parts.leases.give_back([lease])
+            return
         quarantine = on_failure(reason, lease.failures + 1, self._settings.retries) is Action.QUARANTINE
         await self._parts.ledger.fail(lease, marker, epoch.id, reason, error.message, quarantine=quarantine)
         self._parts.observer.attempt_failed(marker, reason, error.message, quarantine)
-        self._parts.dumps.remove(marker)
+        await asyncio.to_thread(self._parts.dumps.remove, marker)
 
     # --- what earlier attempts left ---------------------------------------------------------------------------------
 
@@ -323,6 +341,8 @@ class Pipeline:
         async with asyncio.TaskGroup() as group:
             for markers in found.values():
                 group.create_task(self._adopt(epoch, markers))
+        self._adopted = True
+        self._last_pairing = self._parts.clock.monotonic()
 
     async def _adopt(self, epoch: LiveEpoch, markers: list[Marker]) -> None:
         """Stores the newest sound dump of one sample; removes the others."""
@@ -334,10 +354,11 @@ class Pipeline:
                     if marker.tokens == lease.sample.tokens and marker.attempt <= lease.attempt:
                         dump = self._parts.dumps.open(marker)
                         await self._store(lease, marker, epoch, dump, StopWatch(self._parts.clock), adopted=True)
-                except FileNotFoundError:
-                    pass  # only an error file stands under this marker
                 except SampleError as error:
                     self._parts.observer.error_met(error.kind, f"not adopted: {error.message}")
+                    if isinstance(error, ViolatedError):
+                        self._parts.observer.violation(marker, error.violation.invariant, error.violation.evidence)
+                        await self._parts.on_failure(epoch, marker, error.violation.invariant)
                 except EngineError:
                     return  # the epoch ended: its dumps are void, and are swept with its folder
             self._parts.dumps.remove(marker)
@@ -346,13 +367,12 @@ class Pipeline:
         """Removes late dumps of attempts that were given up: an aborted or timed-out request may still be published."""
         while True:
             await self._parts.clock.sleep(SWEEP_S)
-            if self._attempts:  # before the first attempt there may be dumps that are being adopted
-                self.sweep()
+            await self.sweep()
 
-    def sweep(self) -> None:
-        """Removes every dump of this run whose attempt is over."""
-        for marker in self._settled():
-            self._parts.dumps.remove(marker)
+    async def sweep(self) -> None:
+        """Removes every dump of this run whose attempt is over; none before those of an earlier hsx have been adopted."""
+        for marker in self._settled() if self._adopted else []:
+            await asyncio.to_thread(self._parts.dumps.remove, marker)
 
     def _settled(self) -> list[Marker]:
         """Markers of this run, canaries aside, that have a dump and no attempt under way."""

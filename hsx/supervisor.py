@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 HOPELESS = frozenset({"server_refused", "capture_off"})
 """Errors at boot that another start with the same settings cannot mend."""
+RUN_LEVEL = frozenset({"advancing", "alive"})
+"""Invariants that are not judged for any one sample, so that nobody else reports them."""
 POLL_S = 0.2
 
 
@@ -67,7 +69,6 @@ class Supervisor:
         self._state = State.STOPPED
         self._epoch: LiveEpoch | None = None
         self._changed = asyncio.Event()
-        self._voided: set[str] = set()
 
     @property
     def state(self) -> State:
@@ -86,16 +87,12 @@ class Supervisor:
             await self._changed.wait()
         return self._epoch
 
-    def void(self, epoch: LiveEpoch, violation: Violation) -> None:
-        """Declares an epoch void: what is inside it ends at once, and the engine is restarted."""
-        epoch.void(violation)
-
     async def run(self) -> None:
         """Keeps an engine ready until cancelled; then stops it, where hsx owns it.
 
         Raises:
             RunError: `restart_budget` when restarts are spent; `server_refused` or `capture_off` for a server that no restart
-                would mend.
+                would mend; `epoch_void` for one that was voided and that hsx may not restart.
         """
         self._go(Event.START)
         try:
@@ -127,16 +124,17 @@ class Supervisor:
             violation = await self._verdict(epoch)
         finally:
             self._epoch = None
-        self._voided.add(epoch.id)
+        if violation.invariant in RUN_LEVEL:
+            self._parts.observer.violation(None, violation.invariant, violation.evidence)
         self._go(Event.VOIDED, f"{violation.invariant}: {violation.evidence}")
         await self._parts.ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
         return violation, epoch.interrupted
 
     async def _boot(self) -> tuple[LiveEpoch, bool]:
         parts = self._parts
+        record = await self._start()
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                record = await self._start()
                 await _first(self._answering(), self._ended())
         except TimeoutError:
             raise EngineError(
@@ -146,14 +144,21 @@ class Supervisor:
         report = await parts.gate(record)
         await parts.on_report(report)
         continued = await parts.ledger.epoch_began(record)
-        parts.dumps.sweep_other_epochs(record.epoch, self._run_id)
         return LiveEpoch(record), continued
 
     async def _start(self) -> EpochRecord:
-        """A server whose epoch is not void. One that hsx may not restart is waited for until somebody else has."""
-        while (record := await self._parts.owner.start()).epoch in self._voided:
-            await self._parts.clock.sleep(POLL_S)
-        self._parts.dumps.enter(record.epoch)
+        """A server whose epoch is not void, with the space that dead ones took on the tmpfs free again."""
+        parts = self._parts
+        record = await parts.owner.start()
+        verdict = (await parts.ledger.voided_epochs()).get(record.epoch)
+        if verdict is not None:
+            raise RunError(
+                "epoch_void",
+                f"the server (pid {record.pid}) is not trusted any more: its epoch {record.epoch} was voided for {verdict}; "
+                "restart it, and run the job again",
+            )
+        parts.dumps.enter(record.epoch)
+        await asyncio.to_thread(parts.dumps.sweep_other_epochs, record.epoch, self._run_id)
         return record
 
     async def _answering(self) -> None:

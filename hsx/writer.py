@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.marker import Marker
-    from hsx.ports import Clock, Commit, Ledger, Observer, Receipt, Root, View
+    from hsx.ports import Commit, Ledger, Observer, Receipt, Root, Samples, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,29 @@ class Writer:
         roots: the disks.
         view: the group's union view.
         ledger: where commits are recorded.
+        samples: knows the dataset's own ids, for the log.
         observer: hears each committed sample and the roots' free space.
-        clock: monotonic time.
         settings: see there.
     """
 
     def __init__(
-        self, roots: Sequence[Root], view: View, ledger: Ledger, observer: Observer, clock: Clock, settings: WriterSettings
+        self,
+        roots: Sequence[Root],
+        view: View,
+        ledger: Ledger,
+        samples: Samples,
+        observer: Observer,
+        settings: WriterSettings,
     ) -> None:
         self._roots = {root.name: root for root in roots}
         self._view = view
         self._ledger = ledger
         self._observer = observer
-        self._clock = clock
+        self._samples = samples
         self._settings = settings
         self._pending = dict.fromkeys(self._roots, 0)
         self._lost: dict[str, RunError] = {}
-        self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[None]] | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[bool]] | None] = asyncio.Queue()
         self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
         self._sync_threads = ThreadPoolExecutor(len(self._roots), "hsx-sync")
 
@@ -83,7 +89,6 @@ class Writer:
         """
         while True:
             root = await self._place(size)
-            self._pending[root.name] += size
             try:
                 write = asyncio.get_running_loop().run_in_executor(self._threads[root.name], root.write, index, marker, states)
                 # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
@@ -94,45 +99,61 @@ class Writer:
                 self._pending[root.name] -= size
 
     async def _place(self, size: int) -> Root:
+        """Chooses a root and books `size` bytes on it."""
+        free = await asyncio.get_running_loop().run_in_executor(self._sync_threads, self._measure)
         spaces = []
-        for name, root in self._roots.items():
-            free = 0
-            if name not in self._lost:
-                try:
-                    free = root.free()
-                except RunError as error:
-                    self._lose(name, error)
-            self._observer.root_space(name, free)
+        for name, found in free.items():
+            if isinstance(found, RunError):
+                self._lose(name, found)
+            space = 0 if isinstance(found, RunError) else found
+            self._observer.root_space(name, space)
             reserve = self._settings.reserves.get(name, 0)
-            spaces.append(RootSpace(name, free, reserve, self._pending[name], usable=name not in self._lost))
+            spaces.append(RootSpace(name, space, reserve, self._pending[name], usable=name not in self._lost))
         chosen = choose(spaces, size)
         if chosen is not None:
+            self._pending[chosen] += size
             return self._roots[chosen]
         rooms = "; ".join(f"{s.name}: {'out of service' if not s.usable else f'{s.room} bytes of room'}" for s in spaces)
         kind = "root_unusable" if len(self._lost) == len(self._roots) else "roots_full"
         reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
         raise RunError(kind, f"no root can take a shard of {size} bytes ({rooms}){reasons}")
 
-    async def commit(self, entry: Commit) -> None:
-        """Returns once the sample is committed. Raises RunError when it could not be."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _measure(self) -> dict[str, int | RunError]:
+        """Free bytes of each root, or what it answered instead; a hung mount holds a thread here, and not the event loop."""
+        found: dict[str, int | RunError] = {}
+        for name, root in self._roots.items():
+            if name in self._lost:
+                found[name] = 0
+                continue
+            try:
+                found[name] = root.free()
+            except RunError as error:
+                found[name] = error
+        return found
+
+    async def commit(self, entry: Commit) -> bool:
+        """Returns True once the sample is committed, or False where its root was lost before: it must be written again.
+
+        Raises RunError when nothing can be committed any more.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((entry, done))
-        await done
+        return await done
 
     async def run(self) -> None:
         """Commits groups until `close`; what was queued before that is still committed."""
         while group := await self._next_group():
             try:
-                await self._commit([entry for entry, _ in group])
+                lost = await self._commit([entry for entry, _ in group])
             except RunError as error:
                 for _, done in group:
                     if not done.done():
                         done.set_exception(RunError(error.kind, error.message))
                         done.exception()  # its caller may be gone with a cancellation; this one raises in any case
                 raise
-            for _, done in group:
+            for entry, done in group:
                 if not done.done():
-                    done.set_result(None)
+                    done.set_result(entry.receipt.root not in lost)
 
     async def close(self) -> None:
         """Lets `run` end after the last group."""
@@ -143,7 +164,7 @@ class Writer:
         for pool in (*self._threads.values(), self._sync_threads):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    async def _next_group(self) -> list[tuple[Commit, asyncio.Future[None]]]:
+    async def _next_group(self) -> list[tuple[Commit, asyncio.Future[bool]]]:
         first = await self._queue.get()
         if first is None:
             return []
@@ -162,16 +183,26 @@ class Writer:
             group.append(entry)
         return group
 
-    async def _commit(self, group: list[Commit]) -> None:
+    async def _commit(self, group: list[Commit]) -> set[str]:
+        """Commits a group but for the samples on roots that cannot be synced; returns the names of those roots."""
         loop = asyncio.get_running_loop()
         roots = sorted({entry.receipt.root for entry in group})
-        await asyncio.gather(*(loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots))
-        await self._ledger.commit(group)  # here, and nowhere else, a sample becomes committed
-        for name, error in await loop.run_in_executor(self._sync_threads, self._show, group):
+        syncs = [loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots]
+        lost = set()
+        for name, outcome in zip(roots, await asyncio.gather(*syncs, return_exceptions=True), strict=True):
+            if isinstance(outcome, RunError):
+                self._lose(name, outcome)
+                lost.add(name)
+            elif outcome is not None:
+                raise outcome
+        durable = [entry for entry in group if entry.receipt.root not in lost]
+        await self._ledger.commit(durable)  # here, and nowhere else, a sample becomes committed
+        for name, error in await loop.run_in_executor(self._sync_threads, self._show, durable):
             self._lose(name, error)
-        for entry in group:
+        for entry in durable:
+            index = entry.lease.sample.index
             self._observer.sample_committed(
-                index=entry.lease.sample.index,
+                index=index,
                 marker=entry.marker,
                 epoch=entry.epoch,
                 sequence=entry.sequence,
@@ -181,7 +212,9 @@ class Writer:
                 attempt=entry.lease.attempt,
                 timings=entry.timings,
                 adopted=entry.adopted,
+                sample_id=self._samples.sample_id(index),
             )
+        return lost
 
     def _show(self, group: list[Commit]) -> list[tuple[str, RunError]]:
         """Shows a group in the view, and removes what a killed writer may have left of its samples on other roots.

@@ -40,7 +40,7 @@ class Marker:
         return f"{prefix(self.run)}{'c' if self.canary else ''}{self.index}-{self.attempt}-{self.tokens}"
 
 
-ANY_PREFIX: Final = f"{_FORMAT}-"
+ANY_PREFIX = f"{_FORMAT}-"
 """What every marker of every run begins with."""
 
 

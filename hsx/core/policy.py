@@ -25,6 +25,9 @@ class Action(Enum):
 EPOCH_GROUPS: Final[frozenset[Group]] = frozenset({"token", "counter"})
 """Groups of invariants that speak against the server and not only against the sample."""
 
+UNPROVED: Final[frozenset[str]] = frozenset({"dump_invalid", "answer_invalid"})
+"""Error kinds under which nothing could be proved, by the server's fault."""
+
 HOPELESS: Final[frozenset[str]] = frozenset({"request_refused"})
 """Error kinds that another attempt cannot mend: the server said no to this very prompt."""
 
@@ -45,7 +48,28 @@ def on_failure(reason: str, failures: int, retries: int) -> Action:
 def against_epoch(reason: str) -> bool:
     """Whether `reason` counts towards voiding the epoch."""
     invariant = INVARIANTS.get(reason)
-    return reason == "dump_invalid" or (invariant is not None and invariant.group in EPOCH_GROUPS)
+    return reason in UNPROVED or (invariant is not None and invariant.group in EPOCH_GROUPS)
+
+
+class Streak:
+    """Counts different samples that failed with no sample committed in between: is it they, or the server?
+
+    Refusals do not count: there the server said no to this very prompt, and said so.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._samples: set[int] = set()
+
+    def add(self, index: int, reason: str) -> bool:
+        """Records a failure of sample `index`; True when the server has to be put to the test."""
+        if reason not in HOPELESS:
+            self._samples.add(index)
+        return len(self._samples) >= self._limit
+
+    def clear(self) -> None:
+        """A sample was committed, or the server stood the test."""
+        self._samples.clear()
 
 
 @dataclass(frozen=True, slots=True)

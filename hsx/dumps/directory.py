@@ -9,22 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asyncinotify import Inotify, Mask, Watch
 
 from hsx.core.dump import ERROR_SUFFIX, PART_SUFFIX, SUFFIX
-from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
+from hsx.core.epoch import NORM_NAME, RECORD_NAME, REFUSAL_NAME, REPORT_NAME, CaptureReport, record_from_json, report_from_json
+from hsx.core.marker import ANY_PREFIX, prefix
 from hsx.dumps.reader import MappedDump
 from hsx.errors import EngineError, RunError, SampleError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from hsx.core.epoch import EpochRecord
     from hsx.core.marker import Marker
 
 RESCAN_S = 1.0
 _ERROR_TEXT = 2000
+_RECORDS = {RECORD_NAME, REPORT_NAME, REFUSAL_NAME, NORM_NAME}
 
 
 class DumpDirectory:
@@ -32,13 +38,22 @@ class DumpDirectory:
 
     Args:
         dump_dir: the folder that holds one folder per epoch.
+        is_alive: whether the server of a record still runs.
+
+    Raises:
+        RunError: `staging_failed` where nothing can be watched.
     """
 
-    def __init__(self, dump_dir: Path) -> None:
+    def __init__(self, dump_dir: Path, is_alive: Callable[[EpochRecord], bool]) -> None:
         self._dump_dir = dump_dir
+        self._is_alive = is_alive
         self._folder: Path | None = None
         self._waiting: dict[str, asyncio.Event] = {}
-        self._inotify = Inotify()
+        try:
+            self._inotify = Inotify()
+        except OSError as error:
+            message = f"{dump_dir} cannot be watched: {error.strerror} (see fs.inotify.max_user_instances)"
+            raise RunError("staging_failed", message) from error
         self._watched: Watch | None = None
 
     @property
@@ -86,12 +101,17 @@ class DumpDirectory:
                 event.set()
 
     def report(self) -> CaptureReport | None:
-        """The capture plugin's report; None until it is published. Raises EngineError `epoch_unknown` for a broken one."""
-        try:
-            text = (self.folder / REPORT_NAME).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        return report_from_json(text)
+        """The capture plugin's report; None until it is published.
+
+        Raises EngineError `capture_off` with the plugin's own reason where it cannot capture, `epoch_unknown` for a broken
+        file.
+        """
+        with suppress(FileNotFoundError):
+            return report_from_json((self.folder / REPORT_NAME).read_text(encoding="utf-8", errors="replace"))
+        with suppress(FileNotFoundError):
+            reason = (self.folder / REFUSAL_NAME).read_text(encoding="utf-8", errors="replace").strip()
+            raise EngineError("capture_off", f"the capture plugin cannot capture: {reason[:_ERROR_TEXT]}")
+        return None
 
     async def arrival(self, marker: Marker) -> None:
         """Returns once the dump of `marker` is there. Waits for ever: the caller sets the deadline. One waiter per marker.
@@ -127,8 +147,20 @@ class DumpDirectory:
         raise SampleError("dump_failed", f"{marker}: the capture side gave the dump up: {reason}")
 
     def open(self, marker: Marker) -> MappedDump:
-        """Maps the dump named `marker`. Raises SampleError `dump_invalid`, or FileNotFoundError."""
-        return MappedDump(self._path(marker, SUFFIX))
+        """Maps the dump named `marker`.
+
+        Raises:
+            SampleError: `dump_invalid`, also where the file is not there (any more).
+            RunError: `staging_failed` where this user may not read it.
+        """
+        path = self._path(marker, SUFFIX)
+        try:
+            return MappedDump(path)
+        except PermissionError as error:
+            message = f"dump {path} may not be read: {error.strerror}; run hsx and the server as one user"
+            raise RunError("staging_failed", message) from error
+        except OSError as error:
+            raise SampleError("dump_invalid", f"{marker}: dump cannot be read: {error.strerror}") from error
 
     def remove(self, marker: Marker) -> None:
         """Unlinks the dump and the error file of `marker`; missing ones are fine.
@@ -154,19 +186,28 @@ class DumpDirectory:
         return sorted(found)
 
     def sweep_other_epochs(self, keep: str, run: str) -> int:
-        """Removes dumps, partial and error files of `run` from the folders of epochs other than `keep`.
+        """Frees the space that other epochs take on the tmpfs: returns how many files went. Blocks.
 
-        Only files that carry this run's marker are touched. Returns how many went.
+        Only folders with an epoch record are looked at. If its server is dead, everything a capture side wrote there is void
+        for everybody, and goes, the folder with it if nothing else is in it. If it lives, only this run's dumps go. The
+        dump directory's lock makes sure that no other hsx is reading them.
         """
         swept = 0
-        prefix = f"hsx1-{run}-"
         for folder in self._dump_dir.iterdir():
-            if folder.name == keep or not (folder / "server.json").exists():
+            record_file = folder / RECORD_NAME
+            if folder.name == keep or not record_file.is_file():
                 continue
-            for file in folder.iterdir():
-                if file.name.startswith(prefix):
-                    file.unlink(missing_ok=True)
-                    swept += 1
+            try:
+                alive = self._is_alive(record_from_json(record_file.read_text(encoding="utf-8", errors="replace")))
+                ours = prefix(run) if alive else ANY_PREFIX
+                for file in folder.iterdir():
+                    if file.name.startswith(ours):
+                        file.unlink(missing_ok=True)
+                        swept += 1
+                if not alive and {file.name for file in folder.iterdir()} <= _RECORDS:
+                    shutil.rmtree(folder)
+            except (OSError, EngineError):
+                continue  # a folder that cannot be read is not ours to clear
         return swept
 
     def _path(self, marker: Marker, suffix: str) -> Path:

@@ -1,0 +1,66 @@
+"""Memory of hsx is flat in the number of samples: ten thousand tiny ones, watched from outside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hsx.exit_codes import ExitCode
+from hsx.stores.ledger_schema import FILE_NAME
+from hsx.testing.tiny_job import TinyJob, make_job
+
+if TYPE_CHECKING:
+    from hsx.testing.servers import RunningServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SAMPLES = 10_000
+PER_SAMPLE_BYTES = 1024
+"""Growth allowed per sample between the first fifth and the end, 8 MiB in all: the allocator's noise. A task, a dump or a
+marker kept per sample takes more."""
+
+
+def rss_kib(pid: int) -> int:
+    """Resident memory of a process without the file mappings it shares with the page cache."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise AssertionError(f"process {pid} has no RssAnon")
+
+
+def watch(job: TinyJob, process: subprocess.Popen[bytes]) -> list[tuple[int, int]]:
+    """(committed samples, resident KiB) over the run."""
+    seen: list[tuple[int, int]] = []
+    while process.poll() is None:
+        if (job.loaded.state_dir / FILE_NAME).exists():
+            with job.ledger() as ledger:
+                committed = ledger.counts().committed
+            try:
+                seen.append((committed, rss_kib(process.pid)))
+            except (FileNotFoundError, ProcessLookupError, AssertionError):
+                break  # it ended between the two looks
+        time.sleep(0.25)
+    process.wait()
+    return seen
+
+
+def test_ten_thousand_samples_need_no_more_memory_than_two_thousand(tmp_path: Path, server: RunningServer) -> None:
+    job = make_job(tmp_path, samples=SAMPLES, longest=6, server=server, pipeline={"concurrency": 32, "commit_seconds": 0.1})
+    with (tmp_path / "run.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hsx", "run", str(job.folder / "job.toml")], stdout=log, stderr=subprocess.STDOUT
+        )
+        seen = watch(job, process)
+    assert process.returncode == ExitCode.DONE, (tmp_path / "run.log").read_text()[-2000:]
+    early = [kib for committed, kib in seen if SAMPLES // 10 <= committed <= SAMPLES // 5]
+    late = [kib for committed, kib in seen if committed >= SAMPLES * 9 // 10]
+    assert early, "the run was never seen between 1,000 and 2,000 samples"
+    assert late, "the run was never seen above 9,000 samples"
+    growth = max(late) - max(early)
+    per_sample = growth * 1024 / (SAMPLES * 0.8)
+    assert per_sample < PER_SAMPLE_BYTES, f"grew from {max(early)} to {max(late)} KiB, {per_sample:.0f} bytes a sample"

@@ -1,0 +1,112 @@
+"""Troubles of the server as a whole: told apart from the samples' own, ended in good order, and blamed on no sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hsx.errors import RunError
+from hsx.testing.tiny_job import TinyJob, make_job
+from hsx.testing.truth import wrong_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hsx.testing.servers import RunningServer
+
+
+@pytest.fixture
+def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
+    """Makes a job for the shared server."""
+
+    def make(**options: Any) -> TinyJob:
+        return make_job(tmp_path, server=server, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("http_500", "canary"), ("nan_row", "canary"), ("wrong_ids", "tokens_equal")])
+async def test_a_server_that_fails_everything_is_voided_before_any_sample_is_quarantined(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str, reason: str
+) -> None:
+    job = job_of(samples=40, watchdog={"violations": 6})
+    for sample in range(40):
+        await server.fault(fault, count=-1, match=f"-{sample}-1-")
+    await server.fault(fault, count=-1, match="-c2-")  # the canary at boot, c1, passes
+    with pytest.raises(RunError, match=reason) as caught:
+        await job.run()
+    assert caught.value.kind == "epoch_void"
+    with job.ledger() as ledger:
+        assert list(ledger.quarantined()) == []
+        (epoch,) = ledger.epochs()
+        assert epoch.reason == reason
+    # The verdict outlives hsx: the same server process is not used again by this job.
+    await server.clear_faults()
+    with pytest.raises(RunError, match="not trusted any more") as caught:
+        await job.run()
+    assert caught.value.kind == "epoch_void"
+
+
+async def test_many_bad_samples_in_a_row_do_not_condemn_a_server_whose_canary_is_sound(
+    job_of: Callable[..., TinyJob], server: RunningServer
+) -> None:
+    job = job_of(samples=20, watchdog={"violations": 4})
+    for sample in range(5, 17):  # from 5 on, "-5-" is no attempt of another sample, nor of a canary
+        await server.fault("nan_row", count=-1, match=f"-{sample}-")
+    outcome = await job.run()
+    assert (outcome.committed, outcome.quarantined, outcome.restarts) == (8, 12, 0)
+    assert wrong_samples(job.loaded) == []
+
+
+async def test_many_refusals_in_a_row_condemn_nobody(job_of: Callable[..., TinyJob], server: RunningServer) -> None:
+    job = job_of(samples=20, watchdog={"violations": 4})
+    for sample in range(5, 17):
+        await server.fault("http_400", count=-1, match=f"-{sample}-1-")
+    outcome = await job.run()
+    assert (outcome.committed, outcome.quarantined, outcome.restarts) == (8, 12, 0)
+
+
+@pytest.mark.parametrize("fault", ["enospc", "http_503"])
+async def test_congestion_that_does_not_pass_ends_the_run_and_blames_no_sample(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = job_of(pipeline={"congestion_s": 0.5})
+    await server.fault(fault, count=-1, match="-3-")
+    with pytest.raises(RunError, match="no dump arrived for") as caught:
+        await job.run()
+    assert caught.value.kind == "staging_failed"
+    await server.clear_faults()
+    outcome = await job.run()
+    assert (outcome.committed, outcome.quarantined) == (12, 0)
+    assert wrong_samples(job.loaded) == []
+
+
+@pytest.mark.parametrize("fault", ["http_500", "connection_reset_before"])
+async def test_a_failing_boot_canary_is_tried_again(job_of: Callable[..., TinyJob], server: RunningServer, fault: str) -> None:
+    job = job_of()
+    await server.fault(fault, count=1, match="-c1-")
+    outcome = await job.run()
+    assert (outcome.committed, outcome.restarts) == (12, 1)
+
+
+@pytest.mark.parametrize(("fault", "words"), [("dump_never", "brought no dump"), ("wrong_ids", "violates tokens_equal")])
+async def test_a_boot_canary_without_a_sound_dump_ends_the_run(
+    job_of: Callable[..., TinyJob], server: RunningServer, fault: str, words: str
+) -> None:
+    job = job_of(watchdog={"grace_s": 0.5}, pipeline={"dump_deadline_s": 0.5})
+    await server.fault(fault, count=1, match="-c1-")
+    with pytest.raises(RunError, match=words) as caught:
+        await job.run()
+    assert caught.value.kind == "capture_off"
+
+
+async def test_the_plugins_own_reason_is_given_where_it_cannot_capture(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    async with job.server() as server:
+        (server.folder / "capture.json").unlink()
+        (server.folder / "capture.error").write_text("layer 9 is not in a model of 4 layers\n")
+        with pytest.raises(RunError, match="layer 9 is not in a model of 4 layers") as caught:
+            await job.run()
+    assert caught.value.kind == "capture_off"
