@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hsx.datasets.rows import Bad, Limits, SeenIds, checked_ids, fields_of, id_of, judged, value_of
+from hsx.datasets.rows import Bad, Limits, checked_ids, rows_of, value_of
 from hsx.datasets.template import ChatTemplate, Rendered, TemplateError, Turn
 from hsx.ports import BadRow, Row
 
@@ -36,20 +36,7 @@ class ChatRows:
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         """All rows in file order; see `ports.Dataset`."""
-        seen = SeenIds()
-        try:
-            for line, text in self._file.lines():
-                sample_id = ""
-                row: Row | Bad
-                try:
-                    fields = fields_of(text)
-                    sample_id = id_of(fields)
-                    row = self._row(sample_id, turns_of(fields), line)
-                except Bad as bad:
-                    row = bad
-                yield judged(line, sample_id, seen, row)
-        finally:
-            seen.close()
+        return rows_of(self._file, self._row)
 
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of file, tokenizer and template, and the limits that decide which rows are used."""
@@ -61,7 +48,8 @@ class ChatRows:
             **self._template.fingerprint(),
         }
 
-    def _row(self, sample_id: str, turns: list[Turn], line: int) -> Row:
+    def _row(self, sample_id: str, fields: dict[str, msgspec.Raw], line: int) -> Row:
+        turns = turns_of(fields)
         try:
             rendered = self._template.render(turns)
         except TemplateError as error:

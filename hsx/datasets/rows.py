@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,11 @@ import numpy as np
 from hsx.ports import BadRow, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from numpy.typing import NDArray
+
+    from hsx.datasets.jsonl import JsonlFile
 
 LONGEST_ID: Final = 1024  # bytes of UTF-8
 SEEN_CACHE_KIB: Final = 32 << 10
@@ -125,6 +130,26 @@ class SeenIds:
     def close(self) -> None:
         """Deletes the file."""
         self._db.close()
+
+
+def rows_of(file: JsonlFile, parse: Callable[[str, dict[str, msgspec.Raw], int], Row]) -> Iterator[Row | BadRow]:
+    """All rows of a file, in its order.
+
+    Args:
+        file: the dataset.
+        parse: makes a row of its id, its fields and its line's number, or raises Bad.
+    """
+    with closing(SeenIds()) as seen:
+        for line, text in file.lines():
+            sample_id = ""
+            row: Row | Bad
+            try:
+                fields = fields_of(text)
+                sample_id = id_of(fields)
+                row = parse(sample_id, fields, line)
+            except Bad as bad:
+                row = bad
+            yield judged(line, sample_id, seen, row)
 
 
 def judged(line: int, sample_id: str, seen: SeenIds, row: Row | Bad) -> Row | BadRow:

@@ -81,6 +81,7 @@ class ChatTemplate:
 
     def __init__(self, model: Path, override: Path | None = None) -> None:
         try:
+            import jinja2
             from tokenizers import Tokenizer
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
@@ -100,9 +101,18 @@ class ChatTemplate:
                 if settings.get(key)
             }
             self._renderer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=self._template, **special)
-        except Exception as error:
-            # tokenizers raises bare Exception for a damaged file
+        except Exception as error:  # for a damaged file tokenizers raises bare Exception, and nothing narrower
             raise RunError("chat_unavailable", f"{file} cannot be loaded: {error}") from error
+        # A template is a program: it fails on what it is given as any Python expression does, or says no by raise_exception.
+        self._failures = (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        )
         # A saved truncation would cut every sample without a word.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -186,8 +196,8 @@ class ChatTemplate:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
             text = self._renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:
-            raise TemplateError(f"the template refuses the conversation: {error}") from error
+        except self._failures as error:
+            raise TemplateError(f"the template refuses the conversation: {type(error).__name__}: {error}") from error
         return str(text)
 
 

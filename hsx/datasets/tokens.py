@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from hsx.datasets.rows import Bad, Limits, SeenIds, checked_ids, fields_of, id_of, judged
+from hsx.datasets.rows import Bad, Limits, checked_ids, rows_of
 from hsx.ports import BadRow, Row
 
 if TYPE_CHECKING:
@@ -33,21 +33,7 @@ class TokenRows:
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         """All rows in file order; see `ports.Dataset`."""
-        seen = SeenIds()
-        try:
-            for line, text in self._file.lines():
-                sample_id = ""
-                row: Row | Bad
-                try:
-                    fields = fields_of(text)
-                    sample_id = id_of(fields)
-                    ids = checked_ids(_integers(fields), self._limits)
-                    row = Row(sample_id, ids, _mask(fields, len(ids)), line)
-                except Bad as bad:
-                    row = bad
-                yield judged(line, sample_id, seen, row)
-        finally:
-            seen.close()
+        return rows_of(self._file, self._row)
 
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of the file, its format, and the limits that decide which rows are used."""
@@ -57,6 +43,10 @@ class TokenRows:
             "dataset.max_tokens": str(self._limits.max_tokens),
             "dataset.vocab_size": str(self._limits.vocab_size),
         }
+
+    def _row(self, sample_id: str, fields: dict[str, msgspec.Raw], line: int) -> Row:
+        ids = checked_ids(_integers(fields), self._limits)
+        return Row(sample_id, ids, _mask(fields, len(ids)), line)
 
 
 def _integers(fields: dict[str, msgspec.Raw]) -> list[int]:

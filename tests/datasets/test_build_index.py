@@ -13,7 +13,7 @@ from hsx.datasets.jsonl import JsonlFile
 from hsx.datasets.rows import Limits
 from hsx.datasets.tokens import TokenRows
 from hsx.errors import RunError
-from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, read_summary, recorded_bad_rows
+from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, recorded_bad_rows
 from hsx.stores.tokens import TokenTable, is_complete
 
 if TYPE_CHECKING:
@@ -32,16 +32,11 @@ class Indexing:
     def __init__(self, folder: Path) -> None:
         self.group = folder / "store"
         self.state = folder / "job"
-        self.rejected: list[BadRow] = []
-        self.complete_at_reject: set[bool] = set()
         self.steps: list[tuple[int, int]] = []
 
-    def reject(self, row: BadRow) -> None:
-        self.rejected.append(row)
-        self.complete_at_reject.add(is_complete(self.group))
-
-    def progress(self, rows: int, tokens: int) -> None:
-        self.steps.append((rows, tokens))
+    @property
+    def rejected(self) -> list[BadRow]:
+        return list(recorded_bad_rows(self.state))
 
     def run(self, path: Path, *, skip: bool = False) -> IndexSummary:
         dataset = TokenRows(JsonlFile(path), Limits(vocab_size=100, max_tokens=8))
@@ -50,7 +45,6 @@ class Indexing:
             dataset,
             self.group,
             "skip" if skip else "refuse",
-            self.reject,
             lambda rows, tokens: progress((rows, tokens)),
             self.state,
         )
@@ -66,7 +60,6 @@ def test_clean_dataset(indexing: Indexing, write: Write) -> None:
     assert summary == IndexSummary(samples=3, tokens=9, longest=5, rejected=0, histogram={1: 1, 4: 1, 8: 1})
     table = TokenTable(indexing.group)
     assert [table.input_ids(index).tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    assert read_summary(table) == summary
     assert indexing.rejected == []
     assert indexing.steps == [(3, 9)]
     assert not (indexing.state / BAD_ROWS_FILE).exists()
@@ -88,7 +81,7 @@ def test_refusing_lists_every_bad_row_and_writes_no_index(indexing: Indexing, wr
     assert [line.split(":")[0].strip() for line in lines] == ["line 4", "line 5 id 'a'", "line 6 id 'd'"]
     assert [line.split(": ")[1] for line in lines] == ["not_json", "duplicate_id", "out_of_vocabulary"]
     assert not indexing.group.exists()
-    assert indexing.rejected == []
+    assert [row.line for row in indexing.rejected] == [4, 5, 6]
 
 
 def test_refusing_many_shows_fifty_and_keeps_all_in_the_file(indexing: Indexing, write: Write) -> None:
@@ -102,7 +95,7 @@ def test_refusing_many_shows_fifty_and_keeps_all_in_the_file(indexing: Indexing,
     assert listed[0].keys() == {"line", "sample_id", "reason", "message"}
 
 
-def test_skipping_reports_bad_rows_before_the_index_is_complete(indexing: Indexing, write: Write) -> None:
+def test_skipping_records_bad_rows(indexing: Indexing, write: Write) -> None:
     summary = indexing.run(write(MIXED), skip=True)
     assert (summary.samples, summary.rejected) == (4, 3)
     assert [(row.line, row.reason) for row in indexing.rejected] == [
@@ -110,10 +103,8 @@ def test_skipping_reports_bad_rows_before_the_index_is_complete(indexing: Indexi
         (5, "duplicate_id"),
         (6, "out_of_vocabulary"),
     ]
-    assert indexing.complete_at_reject == {False}
     table = TokenTable(indexing.group)
     assert [table.sample_id(index) for index in range(table.count)] == ["a", "b", "c", "e"]
-    assert read_summary(table).rejected == 3
 
 
 @pytest.mark.parametrize(("content", "expected"), [(b"\n", "no usable row"), (b"bad\nworse\n", "all 2 rows are bad")])

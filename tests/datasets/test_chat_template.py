@@ -104,6 +104,23 @@ def test_template_that_raises_is_quoted(model_with: Model) -> None:
         template.render([Turn("user", "a")])
 
 
+@pytest.mark.parametrize(
+    ("template", "failure"),
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].nothing.there }}", "UndefinedError"),
+        ("{{ 'a'.encode('nonsense') }}", "LookupError"),
+        ("{{ 'a'.encode('utf-8').decode('utf-16') }}", "UnicodeDecodeError"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_template_that_fails_costs_the_row_and_not_the_run(model_with: Model, template: str, failure: str) -> None:
+    with pytest.raises(TemplateError, match=f"refuses the conversation: {failure}"):
+        ChatTemplate(model_with(template)).render([Turn("user", "a")])
+
+
 def test_without_end_of_turn_token_the_span_is_the_text(model_with: Model) -> None:
     template = ChatTemplate(model_with("{% for m in messages %}{{ '[' + m.role + '] ' + m.content + '\n' }}{% endfor %}"))
     assert spans(template, ("user", "a"), ("assistant", "b c"), ("user", "d")) == ["b c"]

@@ -79,7 +79,7 @@ def test_demo_dataset_under_its_own_template(model: Path) -> None:
     rows = list(ChatRows(JsonlFile(DEMO), Limits(49152, 8184), ChatTemplate(model)))
     assert all(isinstance(row, Row) for row in rows)
     lengths = sorted(len(row.input_ids) for row in rows if isinstance(row, Row))
-    assert sum(lengths) < 25_000
+    assert sum(lengths) <= 17_500  # what the demo may take is said in its documentation
     assert lengths[-1] > 1400
     assert sum(length > 512 for length in lengths) >= 6
     assert min(int(row.loss_mask.sum()) for row in rows if isinstance(row, Row)) == 2

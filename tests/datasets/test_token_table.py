@@ -223,4 +223,4 @@ def test_unwritable_group(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(RunError, match="cannot be written") as caught:
         TokenTableWriter(tmp_path / "file" / "store")
-    assert caught.value.kind == "store_invalid"
+    assert caught.value.kind == "store_unwritable"
