@@ -85,7 +85,7 @@ class ChatTemplate:
             from tokenizers import Tokenizer
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
-            raise RunError("chat_unavailable", f"{error}; conversations need the extra: pip install 'hsx[chat]'") from error
+            raise RunError("chat_unavailable", f"{error}; conversations need hsx with its extra 'chat'") from error
         file = model / "tokenizer.json"
         if not file.is_file():
             raise RunError(

@@ -62,3 +62,18 @@ def test_links_between_the_pages_lead_somewhere() -> None:
     for name in ("operators-guide.md", "job-file.md", "exit-codes.md", "names.md"):
         for target in re.findall(r"\]\(([^)#]+\.md)", page(name)):
             assert (DOCS / target).exists(), (name, target)
+
+
+def test_the_readme_names_every_module_and_package() -> None:
+    hsx = DOCS.parent / "hsx"
+    finder = (DOCS.parent / "README.md").read_text(encoding="utf-8").partition("## Find your way")[2]
+    modules = [path.stem for path in hsx.glob("*.py") if not path.stem.startswith("__")]
+    assert [name for name in modules if f"`{name}`" not in finder and f"hsx/{name}.py" not in finder] == []
+    packages = [path.parent.name for path in hsx.glob("*/__init__.py")]
+    assert [name for name in packages if f"[hsx/{name}/](hsx/{name})" not in finder] == []
+
+
+def test_a_model_served_in_bf16_is_told_its_tolerance() -> None:
+    for text in (page("operators-guide.md"), (DOCS.parent / "README.md").read_text(encoding="utf-8")):
+        assert "--tolerance 0.1" in text
+        assert "bf16" in text
