@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code (see `hsx.exit_codes`). Wrong arguments raise SystemExit(2), as argparse does."""
+    if sys.stderr is None:  # closed by whoever started us: nothing that is opened later may take its number
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open for as long as the process
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows "--" belongs to the server, whatever it looks like; argparse would mix it with our own arguments.
     cut = given.index("--") if "--" in given else len(given)
@@ -57,7 +60,8 @@ def _report(error: HsxError, verbose: int) -> None:
     lines = error.message.splitlines() or [""]
     if isinstance(error, ConfigError) and len(lines) > 1:
         lines.insert(0, f"{len(error.problems)} problems:")
-    sys.stderr.write(f"hsx: error [{error.kind}] " + "\n  ".join(lines) + "\n")
+    with contextlib.suppress(OSError):  # a full disk under standard error must not change the exit code
+        sys.stderr.write(f"hsx: error [{error.kind}] " + "\n  ".join(lines) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -112,7 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("sample", metavar="SAMPLE", help="index or id of the sample")
     quarantine = commands.add_parser("quarantine", help="list quarantined samples, or give them another chance")
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", parents=[job, json, verbose], help="list quarantined samples with reason and evidence")
+    listing = actions.add_parser("list", parents=[job, json, verbose], help="list quarantined samples with reason and evidence")
+    listing.add_argument("--rejected", action="store_true", help="list the rows of the dataset that were rejected, too")
     requeue = actions.add_parser("requeue", parents=[job, json, verbose], help="let the next run try samples again")
     requeue.add_argument("indices", metavar="INDEX", nargs="*", type=_index, help="indices of samples, as `list` prints them")
     requeue.add_argument("--all", action="store_true", help="all quarantined samples")

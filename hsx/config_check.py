@@ -7,15 +7,16 @@ it would be slow, fragile or surprising.
 from __future__ import annotations
 
 import ipaddress
+import resource
 import shutil
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.layout import PAGE, round_up
-from hsx.core.spec import CaptureSpec, ModelShape, bytes_per_token
+from hsx.core.spec import bytes_per_token
 from hsx.datasets import SERVER_MARGIN, longest_allowed
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
 from hsx.errors import RunError
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hsx.config_load import LoadedConfig
+    from hsx.core.spec import ModelShape
+
+FILES_BESIDE_REQUESTS: Final = 100
+"""Files that a run has open besides one connection a request: ledger, dumps, roots, shards, the token index."""
 
 Level = Literal["error", "warning"]
 
@@ -47,14 +52,22 @@ class Finding:
         return f"{self.level}: {self.key}: {self.message}"
 
 
-def check(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None, disks: Disks | None = None) -> list[Finding]:
-    """All findings, errors first.
+def check(
+    loaded: LoadedConfig,
+    shape: ModelShape | None,
+    longest: int | None,
+    disks: Disks | None = None,
+    open_files: int | None = None,
+) -> list[Finding]:
+    """All findings, errors first. That the model cannot be read is not among them: `read_model_shape` says why.
 
     Args:
         loaded: the job file.
         shape: the model's, where its config could be read.
         longest: tokens of the longest sample, where the dataset has been indexed.
         disks: the mounted file systems; default: this machine's.
+        open_files: how many files a process may have open; default: this one's hard RLIMIT_NOFILE, up to which a
+            run raises its own.
     """
     places = _Places(loaded, disks or Disks())
     findings = [
@@ -69,13 +82,9 @@ def check(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None, d
         *_engine(loaded),
         *_status(loaded),
         *_watchdog(loaded),
+        *_open_files(loaded, resource.getrlimit(resource.RLIMIT_NOFILE)[1] if open_files is None else open_files),
     ]
     return sorted(findings, key=lambda finding: finding.level != "error")
-
-
-def spec_of(loaded: LoadedConfig) -> CaptureSpec:
-    """The capture spec that the job file asks for."""
-    return CaptureSpec(tuple(loaded.config.capture.layers), loaded.config.capture.final)
 
 
 class _Places:
@@ -94,7 +103,7 @@ class _Places:
 
 
 def _capture(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:
-    spec = spec_of(loaded)
+    spec = loaded.spec
     # Without the model, only what holds for any: a model deeper than the highest layer asked for.
     layers = shape.layers if shape else max((*spec.layers, 1)) + 1
     for problem in spec.problems(layers):
@@ -126,8 +135,9 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
     tokens = longest
     if tokens is None:
         tokens = longest_allowed(loaded.config, shape) if shape is not None else loaded.config.dataset.max_tokens
+    size = None
     if tokens is not None and shape is not None:
-        size = ALIGNMENT + round_up(tokens * (bytes_per_token(spec_of(loaded), shape.hidden_size) + ID_BYTES), PAGE)
+        size = ALIGNMENT + round_up(tokens * (bytes_per_token(loaded.spec, shape.hidden_size) + ID_BYTES), PAGE)
         if size > budget:
             yield Finding(
                 "error",
@@ -148,7 +158,14 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
                 "staging.dump_dir",
                 f"{path} is on {place.kind}; expected a tmpfs: every dump would go to a disk twice",
             )
-        if place.total < budget:
+        if size is not None and place.total < size:
+            yield Finding(
+                "error",
+                "staging.dump_dir",
+                f"{path} is on a file system of {place.total} bytes; expected at least {size}, the dump of a sample of "
+                f"{tokens} tokens",
+            )
+        elif place.total < budget:
             yield Finding(
                 "warning",
                 "staging.max_bytes",
@@ -199,8 +216,6 @@ def _overlaps(loaded: LoadedConfig) -> Iterator[Finding]:
 def _inputs(loaded: LoadedConfig) -> Iterator[Finding]:
     if not loaded.dataset.exists():
         yield Finding("error", "dataset.path", f"{loaded.dataset} does not exist")
-    if not (loaded.model / "config.json").is_file():
-        yield Finding("error", "model.path", f"{loaded.model} has no config.json; expected the folder of a model")
     if loaded.chat_template is not None and not loaded.chat_template.is_file():
         yield Finding("error", "dataset.chat_template", f"{loaded.chat_template} is not a file")
 
@@ -283,4 +298,16 @@ def _watchdog(loaded: LoadedConfig) -> Iterator[Finding]:
             "error",
             "watchdog.backoff_first_s",
             f"is {watchdog.backoff_first_s}; expected at most watchdog.backoff_longest_s, {watchdog.backoff_longest_s}",
+        )
+
+
+def _open_files(loaded: LoadedConfig, limit: int) -> Iterator[Finding]:
+    requests = loaded.config.pipeline.concurrency
+    if limit != resource.RLIM_INFINITY and limit < requests + FILES_BESIDE_REQUESTS:
+        yield Finding(
+            # Below one file a request, the run cannot but fail.
+            "error" if limit <= requests else "warning",
+            "pipeline.concurrency",
+            f"is {requests}; this process may open {limit} files (ulimit -Hn, LimitNOFILE=), and a run needs about "
+            f"{requests + FILES_BESIDE_REQUESTS}",
         )

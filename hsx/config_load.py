@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from hsx.config import Config, Dataset, Engine, Job, Model, Root, Section, Staging
+from hsx.core.spec import CaptureSpec
 from hsx.errors import ConfigError
 
 _S = TypeVar("_S", bound=Section)
@@ -82,6 +83,11 @@ class LoadedConfig:
     dump_dir: Path
     staging_bytes: int
     roots: tuple[RootPlace, ...]
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The capture spec that the job file asks for."""
+        return CaptureSpec(tuple(self.config.capture.layers), self.config.capture.final)
 
 
 def load(path: str | os.PathLike[str]) -> LoadedConfig:

@@ -15,8 +15,8 @@ KINDS: Final[dict[str, str]] = {
     "config_unreadable": "the job file cannot be read or is not TOML",
     "config_invalid": "a key of the job file is unknown, missing, of the wrong type or out of range",
     "config_conflict": "two settings of the job file contradict each other",
-    "job_changed": "the store or ledger was made by a job with other settings",
-    "job_locked": "another hsx holds the job or its dump directory",
+    "job_changed": "the store or ledger was made by a job with other settings, or they belong to different jobs",
+    "job_locked": "another hsx holds the job, its store or its dump directory",
     "ledger_failed": "the ledger cannot be read or written",
     # the dataset
     "dataset_unreadable": "the dataset file cannot be opened, decompressed or decoded",

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from hsx.errors import RunError
 from hsx.ports import BadRow
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from hsx.ports import Dataset
-    from hsx.stores.tokens import TokenTable
 
 SHOWN: Final = 50
 BAD_ROWS_FILE: Final = "bad-rows.jsonl"
@@ -53,7 +52,6 @@ def build_index(
     dataset: Dataset,
     group: Path,
     on_bad_row: Literal["refuse", "skip"],
-    on_reject: Callable[[BadRow], None],
     progress: Callable[[int, int], None],
     state_dir: Path,
 ) -> IndexSummary:
@@ -63,14 +61,12 @@ def build_index(
         dataset: where rows come from.
         group: folder of the store's Zarr group; made when it is missing.
         on_bad_row: `refuse` reads on to the end to find all bad rows, and then writes nothing.
-        on_reject: with `skip`, called with each bad row in file order, after the last row was read and before the index becomes
-            complete: what it records may be recorded again after a crash in between.
         progress: called now and then with (rows read, tokens so far).
         state_dir: the complete list of bad rows is written here, to `bad-rows.jsonl`; removed when there is none.
 
     Raises:
         RunError: `dataset_rejected` (its message lists the first 50 bad rows and names the file with all of them),
-            `dataset_empty`, `dataset_unreadable`, `store_invalid`.
+            `dataset_empty`, `dataset_unreadable`, `store_unwritable`.
     """
     histogram: dict[int, int] = {}
     rows = tokens = longest = samples = 0
@@ -93,19 +89,10 @@ def build_index(
             reason = f"; all {rows} rows are bad, see {bad.path}" if bad.count else ""
             raise RunError("dataset_empty", f"the dataset has no usable row; expected at least one{reason}")
         summary = IndexSummary(samples, tokens, longest, bad.count, dict(sorted(histogram.items())))
-        for rejected in bad.rows():
-            on_reject(rejected)
         writer.finish(
             dataset.fingerprint(), {"rejected": bad.count, "histogram": {str(k): n for k, n in summary.histogram.items()}}
         )
     return summary
-
-
-def read_summary(table: TokenTable) -> IndexSummary:
-    """The summary of an index that was built before."""
-    record: dict[str, Any] = table.record
-    histogram = {int(key): int(value) for key, value in record["histogram"].items()}
-    return IndexSummary(table.count, table.total_tokens, int(record["longest"]), int(record["rejected"]), histogram)
 
 
 def recorded_bad_rows(state_dir: Path) -> Iterator[BadRow]:
@@ -158,9 +145,6 @@ class _BadRows:
             yield
         except OSError as error:
             raise RunError("ledger_failed", f"{self.path} cannot be written: {error.strerror or error}") from error
-
-    def rows(self) -> Iterator[BadRow]:
-        return recorded_bad_rows(self.path.parent)
 
     def message(self, rows: int) -> str:
         lines = [f"{self.count} of {rows} rows are bad (all listed in {self.path}; on_bad_row = 'skip' leaves them out):"]

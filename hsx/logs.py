@@ -5,8 +5,11 @@ Events are facts, `noun.verb_past` plus fields. The standard library's loggers (
 
 from __future__ import annotations
 
+import atexit
 import logging
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import msgspec
 import structlog
@@ -43,15 +46,49 @@ EVENTS: Final[dict[str, tuple[Level, str]]] = {
 """Log events by name: their level, and what they say."""
 
 
+class LenientStream:
+    """A text stream for the log of a job that must not end because its log cannot be written: full disk, closed pipe.
+
+    Lines that cannot be written are lost; later ones are tried again.
+
+    Args:
+        stream: where to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or loses, `text`."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what can be flushed."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def settle(self) -> None:
+        """For the end of the process: what still cannot be written must not turn into the interpreter's exit status 120."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = True) -> None:  # noqa: A002 - the key's name
     """Sets up logging for the process.
 
     Args:
         level: lowest level that is written.
         format: `json`: one object a line; `console`: text; `auto`: console where `stream` is a terminal.
-        stream: where to; every line is flushed.
+        stream: where to; every line is flushed. One that fails loses lines and does no other harm.
         samples: False leaves the line for each committed sample out.
     """
+    lenient = LenientStream(stream)
+    atexit.register(lenient.settle)
     console = format == "console" or (format == "auto" and stream.isatty())
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
@@ -69,10 +106,10 @@ def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = T
         processors=[*quiet, *shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # One write a line: print() writes text and newline apart, which threads could interleave.
-        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", lenient)),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(lenient)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

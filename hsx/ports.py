@@ -447,11 +447,18 @@ class Ledger(Leases, Protocol):
         ...
 
     async def epoch_began(self, record: EpochRecord) -> bool:
-        """Records an epoch; True where it was known already, and is being continued."""
+        """Records an epoch; True where it was known already, and is being continued.
+
+        Raises EngineError `epoch_void` for an epoch that has ended: it is never begun again.
+        """
         ...
 
     async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
-        """Records why an epoch was voided or ended."""
+        """Records why an epoch was voided. One that is merely left, by a drain or a crash of hsx, has not ended."""
+        ...
+
+    async def voided_epochs(self) -> dict[str, str]:
+        """The epochs that have ended, in this run or an earlier one, with the reason: their servers may not be used again."""
         ...
 
     async def attempts_of(self, index: int) -> tuple[str, Lease] | None:

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from hsx.core.fingerprint import changes
 from hsx.core.layout import CHUNK_TOKENS, StoreLayout
-from hsx.core.spec import CaptureSpec, ModelShape
 from hsx.datasets import longest_allowed, open_dataset
 from hsx.errors import RunError
 from hsx.index import build_index, recorded_bad_rows
 from hsx.model_config import model_fingerprint, read_model_shape
 from hsx.stores import ledger
-from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store
+from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store, refuse_populated, require_run
 from hsx.stores.ledger_reader import LedgerReader
-from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.ledger_schema import FILE_NAME, translated
 from hsx.stores.tokens import TokenTable
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.config_load import LoadedConfig
+    from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.ports import Dataset
 
 
@@ -45,12 +45,6 @@ class OpenJob:
     ledger: Path
 
 
-def capture_spec(loaded: LoadedConfig) -> CaptureSpec:
-    """The job's capture spec."""
-    capture = loaded.config.capture
-    return CaptureSpec(tuple(capture.layers), capture.final)
-
-
 def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> dict[str, str]:
     """The settings that decide what is stored; a job resumes under no other. Reads the dataset file once, for its hash."""
     config = loaded.config
@@ -68,14 +62,16 @@ def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> di
 def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJob:
     """Opens the job. Blocks; at a first run it reads and tokenises the whole dataset.
 
-    The ledger is made last: where it is, everything else is whole. A first run that was cut short begins again.
+    The ledger is made last: where it is, everything else is whole. A first run that was cut short begins again. Store and
+    ledger carry one run id, so that neither is ever used with another's: a store with shards needs the ledger that knows them.
 
     Args:
         loaded: the job file.
         progress: called now and then, while the dataset is read, with (rows, tokens).
 
     Raises:
-        RunError: `job_changed`, naming each field that differs; what `build_index`, `create_store` and the ledger raise.
+        RunError: `job_changed`, naming each field that differs, or where the store belongs to another ledger; what
+            `build_index`, `create_store` and the ledger raise.
     """
     shape = read_model_shape(loaded.model)
     dataset = open_dataset(loaded.config, shape)
@@ -83,7 +79,7 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
     path = loaded.state_dir / FILE_NAME
     if path.exists():
         with LedgerReader(path) as reader:
-            differing = changes(reader.fingerprint, current)
+            run, differing = reader.run, changes(reader.fingerprint, current)
         if differing:
             raise RunError(
                 "job_changed",
@@ -91,13 +87,17 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
                 + "\n  ".join(map(str, differing))
                 + f"\nput them back, or start another store ({loaded.store} keeps what it has)",
             )
-        return OpenJob(capture_spec(loaded), shape, open_store(loaded.store), TokenTable(loaded.store), path)
-    loaded.state_dir.mkdir(parents=True, exist_ok=True)
-    build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, lambda _: None, progress, loaded.state_dir)
+        store = open_store(loaded.store)
+        require_run(store, run, path)
+        return OpenJob(loaded.spec, shape, store, TokenTable(loaded.store), path)
+    refuse_populated(loaded.store)
+    with translated(path):
+        loaded.state_dir.mkdir(parents=True, exist_ok=True)
+    build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, progress, loaded.state_dir)
     samples = TokenTable(loaded.store)
-    spec = capture_spec(loaded)
-    layout = StoreLayout(samples.count, int(samples.lengths.max()), spec.states, shape.hidden_size)
+    layout = StoreLayout(samples.count, int(samples.lengths.max()), loaded.spec.states, shape.hidden_size)
     model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}
-    store = create_store(loaded.store, layout, spec, model)
-    ledger.create(path, current, samples.lengths, recorded_bad_rows(loaded.state_dir))
-    return OpenJob(spec, shape, store, samples, path)
+    run = ledger.new_run()
+    store = create_store(loaded.store, layout, loaded.spec, model, run)
+    ledger.create(path, run, current, samples.lengths, recorded_bad_rows(loaded.state_dir))
+    return OpenJob(loaded.spec, shape, store, samples, path)

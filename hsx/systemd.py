@@ -31,13 +31,8 @@ class Notifier:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self.watchdog_s = _watchdog_s(values)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether a service manager listens."""
-        return bool(self._address)
-
     def ready(self, status: str = "") -> None:
-        """READY=1: start-up is over, the first sample may go."""
+        """READY=1: the job is open and its dataset indexed. Whether the server is up yet is told by STATUS."""
         self._send("READY=1", f"STATUS={_one_line(status)}" if status else "")
 
     def status(self, text: str) -> None:

@@ -104,12 +104,6 @@ class VerifyReport:
         """The report as JSON values."""
         return {"ok": self.ok, **asdict(self)}
 
-    def raise_if_damaged(self) -> None:
-        """Raises RunError `store_damaged`, naming the first damages, unless the store is whole."""
-        if not self.ok:
-            some = "; ".join(f"{d.kind}: {d.message}" for d in self.damage[:3])
-            raise RunError("store_damaged", f"store {self.store} has {self.damaged} damages; first: {some}")
-
 
 @dataclass(frozen=True, slots=True)
 class _Task:

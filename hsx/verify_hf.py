@@ -90,20 +90,6 @@ class HfReport:
         """The report as JSON values."""
         return {"ok": self.ok, "worst": self.worst, **asdict(self)}
 
-    def raise_if_wrong(self) -> None:
-        """Raises RunError `store_damaged`, naming the first wrong state, unless all are right."""
-        if not self.samples:
-            raise RunError("store_damaged", f"store {self.store} has no committed sample to recompute")
-        for sample in self.samples:
-            for state in sample.states:
-                if not state.ok:
-                    raise RunError(
-                        "store_damaged",
-                        f"sample {sample.index}: {state.name} differs from {self.model} by {state.worst:.2e} at token "
-                        f"{state.worst_token} (median {state.median:.2e}); expected at most {self.tolerance:.2e}, and "
-                        f"{state.neighbour} (median {state.neighbour_median:.2e}) to miss by {self.margin:g} times more",
-                    )
-
 
 class HfModel:
     """A model in float32 whose residual stream is read with hooks.

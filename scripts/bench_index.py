@@ -39,7 +39,7 @@ def measure(folder: Path, rows: int) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     dataset = TokenRows(JsonlFile(path), Limits(vocab_size=1000, max_tokens=64))
-    summary = build_index(dataset, folder / "store", "refuse", lambda _: None, lambda _rows, _tokens: None, folder / "job")
+    summary = build_index(dataset, folder / "store", "refuse", lambda _rows, _tokens: None, folder / "job")
     index_s = time.perf_counter() - start
     table = TokenTable(folder / "store")
     picks = [random.Random(2).randrange(rows) for _ in range(10_000)]

@@ -8,19 +8,33 @@ from hsx.config_check import Finding, check
 from hsx.config_load import LoadedConfig, load
 from hsx.errors import ConfigError, RunError
 from hsx.model_config import read_model_shape
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import FILE_NAME
 
 if TYPE_CHECKING:
     from hsx.core.spec import ModelShape
 
 
 def examine(loaded: LoadedConfig) -> tuple[ModelShape | None, list[Finding]]:
-    """The model's shape, None where it cannot be read, and all findings on the job file, errors first."""
+    """The model's shape, None where it cannot be read, and all findings on the job file, errors first.
+
+    Raises RunError `ledger_failed` where the job has been run and its ledger cannot be read.
+    """
     shape, findings = None, []
     try:
         shape = read_model_shape(loaded.model)
     except RunError as error:
         findings.append(Finding("error", "model.path", error.message))
-    return shape, [*findings, *check(loaded, shape, None)]
+    return shape, [*findings, *check(loaded, shape, _longest(loaded))]
+
+
+def _longest(loaded: LoadedConfig) -> int | None:
+    """Tokens of the longest sample, once a run has read the dataset."""
+    path = loaded.state_dir / FILE_NAME
+    if not path.exists():
+        return None
+    with LedgerReader(path) as ledger:
+        return ledger.longest()
 
 
 def load_fit(path: str) -> tuple[LoadedConfig, list[Finding]]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, table
-from hsx.config_check import spec_of
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
 from hsx.disks import Disks
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     spaces = [RootSpace(root.name, disks.place(root.path).free, root.reserve, 0) for root in loaded.roots]
     result = plan(
         lengths,
-        spec_of(loaded),
+        loaded.spec,
         shape.hidden_size,
         spaces,
         loaded.staging_bytes,

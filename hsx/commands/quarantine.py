@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise RunError("ledger_failed", f"{path} does not exist; expected the ledger of a job that has been run")
     if args.action == "list":
-        return _list(path, args.json)
+        return _list(path, args.json, rejected=args.rejected)
     if bool(args.indices) == args.all:
         raise RunError("usage", "hsx quarantine requeue takes either indices of samples or --all")
     # A running job holds its samples by state in memory: it must not be changed under it.
@@ -35,14 +35,22 @@ def run(args: argparse.Namespace) -> int:
         return _requeue(path, None if args.all else args.indices, args.json)
 
 
-def _list(path: Path, as_json: bool) -> int:
+def _list(path: Path, as_json: bool, *, rejected: bool) -> int:
     with LedgerReader(path) as ledger:
-        rows = ledger.quarantined()
-        if as_json:
-            emit_json({"quarantined": [asdict(row) for row in rows]})
-            return ExitCode.DONE
-        cells = [(row.index, row.tokens, row.attempts, row.reason, row.marker, row.evidence) for row in rows]
+        lost, count = list(ledger.quarantined()), ledger.counts().rejected
+        bad = list(ledger.rejected()) if rejected else []
+    if as_json:
+        rows = {"rejected_rows": [asdict(row) for row in bad]} if rejected else {}
+        emit_json({"quarantined": [asdict(row) for row in lost], "rejected": count, **rows})
+        return ExitCode.DONE
+    cells = [(row.index, row.tokens, row.attempts, row.reason, row.marker, row.evidence) for row in lost]
     emit(table(("index", "tokens", "attempts", "reason", "marker", "evidence"), cells) if cells else "no sample is quarantined")
+    if bad:
+        lines = [(row.line, row.sample_id, row.reason, row.message) for row in bad]
+        emit("\n" + table(("line", "id", "reason", "expected and found"), lines))
+    if count:
+        hint = "" if rejected else "; --rejected lists them"
+        emit(f"\n{count} rows of the dataset were rejected and are no samples{hint}")
     return ExitCode.DONE
 
 

@@ -65,14 +65,15 @@ def open_view(stream: TextIO, settings: Log, verbose: int) -> ProgressView:
     if not stream.isatty():
         logs.configure(level, settings.format, stream)
         if settings.format == "console":
-            return PlainView(lambda line: _write(stream, line))
+            lenient = logs.LenientStream(stream)
+            return PlainView(lambda line: _write(lenient, line))
         return PlainView(lambda line: structlog.get_logger().info("job.progressed", summary=line))
     view = BarView(stream)
     logs.configure(level, settings.format, sys.stderr, samples=bool(verbose))
     return view
 
 
-def _write(stream: TextIO, line: str) -> None:
+def _write(stream: logs.LenientStream, line: str) -> None:
     stream.write(line + "\n")
     stream.flush()
 

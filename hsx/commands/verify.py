@@ -10,6 +10,7 @@ from hsx.commands.output import emit, emit_json, table
 from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.verify import VerifyReport, verify
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was found; damage, or a sample that recomputes otherwise, is exit code 5."""
+    """Prints what was found.
+
+    Raises RunError `store_damaged`, exit code 5, where something is damaged, or a sample recomputes otherwise or there is none.
+    """
     if (args.job is None) == (args.store is None):
         raise RunError("usage", "hsx verify takes either a job file or --store")
     if args.store is not None:
@@ -35,13 +39,18 @@ def run(args: argparse.Namespace) -> int:
         emit_json({**report.as_dict(), **({"against_hf": truth.as_dict()} if truth else {})})
     else:
         emit("\n\n".join([describe(report), *([describe_truth(truth)] if truth else [])]))
-    return ExitCode.DONE if report.ok and (truth is None or truth.ok) else ExitCode.DAMAGED
+    if not report.ok:
+        raise RunError("store_damaged", f"store {store} has {report.damaged} damages; expected none, see the report")
+    if truth is not None and not truth.ok:
+        raise RunError("store_damaged", f"store {store} differs from what {truth.model} computes; see the report")
+    return ExitCode.DONE
 
 
 def _with_ledger(args: argparse.Namespace, store: Path, ledger: Path) -> VerifyReport:
     if not ledger.exists():
         raise RunError("ledger_failed", f"{ledger} does not exist; expected the job's ledger, or use --store to do without")
     with LedgerReader(ledger) as reader:
+        require_run(open_store(store), reader.run, ledger)
         return verify(store, reader.committed(), fraction=args.fraction, seed=args.seed, progress=_Progress("shards"))
 
 

@@ -9,8 +9,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Final
 
-from hsx.core.epoch import RECORD_NAME, record_from_json
-from hsx.engines.process import process_alive
+from hsx.core.epoch import RECORD_NAME
+from hsx.engines.process import process_alive, read_record
 from hsx.errors import EngineError
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ def find_server(dump_dir: Path, port: int) -> EpochRecord:
     Raises EngineError `epoch_unknown`: there is no record, none names this port, or its process is gone; the message tells
     which.
     """
-    records, unreadable = [], []
-    for path in sorted(dump_dir.glob(f"*/{RECORD_NAME}")):
+    records, unreadable = [], list[str]()
+    for path in _folders(dump_dir, unreadable):
         try:
-            records.append(record_from_json(path.read_text()))
-        except FileNotFoundError:
-            continue
+            record = read_record(path / RECORD_NAME)
         except EngineError as error:
-            unreadable.append(f"{path}: {error.message}")
+            unreadable.append(error.message)
+        else:
+            records += [record] if record else []
     mine = [record for record in records if record.port == port]
     alive = [record for record in mine if process_alive(record)]
     if alive:
@@ -108,6 +108,16 @@ def find_server(dump_dir: Path, port: int) -> EpochRecord:
     else:
         reason = f"no epoch record in {dump_dir}: no server was started there with hsx serve"
     raise EngineError("epoch_unknown", "; ".join((reason, *unreadable)))
+
+
+def _folders(dump_dir: Path, unreadable: list[str]) -> list[Path]:
+    try:
+        return sorted(dump_dir.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        unreadable.append(str(error))
+        return []
 
 
 async def _gone(record: EpochRecord, poll_s: float) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from hsx.core.epoch import record_from_json
+from hsx.errors import EngineError
+
 if TYPE_CHECKING:
     from hsx.core.epoch import EpochRecord
 
@@ -69,3 +72,18 @@ def carrying(variable: str) -> list[int]:
 def process_alive(record: EpochRecord) -> bool:
     """Whether the very process of the record runs: same boot, same pid, same start."""
     return record.boot_id == boot_id() and start_ticks(record.pid) == record.start_ticks
+
+
+def read_record(path: Path) -> EpochRecord | None:
+    """The epoch record in a file; None where there is no such file.
+
+    Raises EngineError `epoch_unknown`, naming the file, where it cannot be read, is not UTF-8 text or is no record.
+    """
+    try:
+        return record_from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError("epoch_unknown", f"{path}: {error}") from error
+    except EngineError as error:
+        raise EngineError("epoch_unknown", f"{path}: {error.message}") from error

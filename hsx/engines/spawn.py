@@ -13,8 +13,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hsx.core.epoch import RECORD_NAME, record_from_json
-from hsx.engines.process import carrying, process_alive
+from hsx.core.epoch import RECORD_NAME
+from hsx.engines.process import carrying, process_alive, read_record
 from hsx.engines.reaper import KILL_NOW
 from hsx.errors import EngineError
 
@@ -152,19 +152,20 @@ class SpawnOwner:
         )
 
     def _tail(self) -> str:
-        """The end of what the server has written since its start."""
-        with self._plan.log_file.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - _TAIL_BYTES))
-            return log.read().decode("utf-8", "replace")
+        """The end of what the server has written since its start; "" where somebody has taken the log away."""
+        try:
+            with self._plan.log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                # A log that was cut short under the server begins anew.
+                log.seek(max(self._log_start if self._log_start <= end else 0, end - _TAIL_BYTES))
+                return log.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
 
 
 def _alive_record(path: Path) -> EpochRecord | None:
-    try:
-        record = record_from_json(path.read_text())
-    except FileNotFoundError:
-        return None
-    return record if process_alive(record) else None
+    record = read_record(path)
+    return record if record is not None and process_alive(record) else None
 
 
 def _kill_carriers(variable: str) -> None:

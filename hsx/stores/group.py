@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hsx.core.layout import CRC_BYTES, StoreLayout
+from hsx.core.layout import CRC_BYTES, StoreLayout, index_of_key
 from hsx.core.spec import FINAL_STATES, CaptureSpec
 from hsx.errors import RunError
 from hsx.stores import metadata
@@ -39,6 +40,7 @@ class StoreInfo:
     Attributes:
         path: the group's folder.
         store_id: uuid4; also the name of the store's folder on each root.
+        run: the run id of the ledger that this store belongs to.
         layout: shape and cut of `hidden_states`.
         spec: the layers and the final state.
         model: facts of the model as JSON values, such as name, revision, layers, vocab_size.
@@ -51,6 +53,7 @@ class StoreInfo:
     spec: CaptureSpec
     model: Mapping[str, Any]
     roots: Mapping[str, Path] = field(default_factory=dict)
+    run: str = ""
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -59,6 +62,7 @@ class StoreInfo:
             "hsx": {
                 "format": FORMAT,
                 "store_id": self.store_id,
+                "run": self.run,
                 "samples": self.layout.samples,
                 "max_tokens": self.layout.max_tokens,
                 "chunk_tokens": self.layout.chunk_tokens,
@@ -78,30 +82,33 @@ class StoreInfo:
         return self.roots[root] / self.store_id
 
 
-def create_store(path: str | PathLike[str], layout: StoreLayout, spec: CaptureSpec, model: Mapping[str, Any]) -> StoreInfo:
-    """Creates the group and its empty `hidden_states`, or returns the one that is there if it has the same shape.
+def create_store(
+    path: str | PathLike[str], layout: StoreLayout, spec: CaptureSpec, model: Mapping[str, Any], run: str = ""
+) -> StoreInfo:
+    """Creates the group and its empty `hidden_states`, in place of an empty store (see `refuse_populated`) that is there.
 
     The group's own metadata is written last: a store whose creation was cut short is created again. Token arrays already in the
     folder are left alone.
 
+    Args:
+        path: the store.
+        layout: shape and cut of `hidden_states`.
+        spec: the layers and the final state.
+        model: facts of the model as JSON values.
+        run: the run id of the ledger that the store belongs to.
+
     Raises:
-        RunError: `job_changed` where a store of another shape or spec is there, `store_unwritable`.
+        RunError: `job_changed` where shards are there; `store_invalid`, `store_unwritable`.
         ValueError: the layout and the spec disagree on the number of states.
     """
     if layout.states != spec.states:
         raise ValueError(f"layout has {layout.states} states; the capture spec has {spec.states}")
     path = Path(path).absolute()
+    refuse_populated(path)
     document: dict[str, Any] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         document = _read(path)
-    if "hsx" in document:
-        found = open_store(path)
-        if (found.layout, found.spec) != (layout, spec):
-            raise RunError(
-                "job_changed", f"store {path} holds {_words(found.layout, found.spec)}; the job asks for {_words(layout, spec)}"
-            )
-        return found
-    info = StoreInfo(path, str(uuid.uuid4()), layout, spec, model)
+    info = StoreInfo(path, str(uuid.uuid4()), layout, spec, model, run=run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         make_folder(path)
@@ -111,6 +118,56 @@ def create_store(path: str | PathLike[str], layout: StoreLayout, spec: CaptureSp
     except OSError as error:
         raise store_error(error, path) from error
     return info
+
+
+def refuse_populated(path: str | PathLike[str]) -> None:
+    """For a job without a ledger: refuses a store that has shards, in the union view or on a root that it has recorded.
+
+    They belong to a ledger that is elsewhere. A store without any, left by a first run that was cut short, is free to take.
+
+    Raises:
+        RunError: `job_changed`, also where a recorded root cannot be looked at; `store_invalid`.
+    """
+    path = Path(path).absolute()
+    places = [path / metadata.HIDDEN_STATES]
+    run = ""
+    try:
+        if "hsx" in _read(path):
+            info = open_store(path)
+            run = info.run
+            places += [info.folder(root) for root in info.roots]
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise RunError("store_invalid", f"{path / metadata.METADATA} cannot be read: {error.strerror}") from error
+    for place in places:
+        if reason := _occupied(place, may_lack=place == places[0]):
+            raise RunError(
+                "job_changed",
+                f"store {path} belongs to the ledger of run {run or 'unknown'}, and this job has no ledger yet: {reason}; put "
+                "the state folder (job.state_dir) with that ledger back, or give job.store another path",
+            )
+
+
+def require_run(info: StoreInfo, run: str, ledger: Path) -> None:
+    """Refuses a store and a ledger that do not belong to each other. Raises RunError `job_changed`."""
+    if info.run != run:
+        raise RunError(
+            "job_changed",
+            f"store {info.path} belongs to the ledger of run {info.run or 'unknown'}; ledger {ledger} is of run {run}; "
+            "expected them to be of one job: put back the store or the state folder that was exchanged",
+        )
+
+
+def _occupied(place: Path, *, may_lack: bool) -> str:
+    """The first shard, or link to one, in a folder, as a sentence; "" where there is none."""
+    try:
+        with os.scandir(place) as entries:
+            return next((f"{entry.path} is there" for entry in entries if index_of_key(entry.name) is not None), "")
+    except (FileNotFoundError, NotADirectoryError):
+        return "" if may_lack else f"its root {place.parent} has no folder {place.name}: it may have shards elsewhere"
+    except OSError as error:
+        return f"{place} cannot be looked at: {error.strerror}"
 
 
 def open_store(path: str | PathLike[str]) -> StoreInfo:
@@ -136,6 +193,7 @@ def open_store(path: str | PathLike[str]) -> StoreInfo:
             spec=spec,
             model=dict(found["model"]),
             roots={root["name"]: Path(root["path"]) for root in found["roots"]},
+            run=str(found.get("run", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError("store_invalid", f"{path} is not an hsx store: {type(error).__name__}: {error}") from error
@@ -209,9 +267,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise RunError("store_invalid", f"{path / metadata.METADATA} is not Zarr metadata: {error}") from error
     return attributes if isinstance(attributes, dict) else {}
-
-
-def _words(layout: StoreLayout, spec: CaptureSpec) -> str:
-    return (
-        f"{layout.samples} samples of at most {layout.max_tokens} tokens, {', '.join(spec.names)}, width {layout.hidden_size}"
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hsx.core.epoch import EpochRecord, to_json
 from hsx.core.sample import Lease, Sample
-from hsx.errors import RunError
+from hsx.errors import EngineError, RunError
 from hsx.ports import BadRow, Commit, Counts
+from hsx.stores.durable import sync_folder
 from hsx.stores.ledger_schema import SCHEMA, SCHEMA_VERSION, connect, count, translated
 
 if TYPE_CHECKING:
@@ -32,11 +32,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def create(path: Path, fingerprint: Mapping[str, str], tokens: Iterable[int], rejected: Iterable[BadRow]) -> None:
+def new_run() -> str:
+    """A run id: 8 hex digits that no other job has, in all likelihood."""
+    return secrets.token_hex(4)
+
+
+def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterable[int], rejected: Iterable[BadRow]) -> None:
     """Makes the ledger of a new job; the file appears under its name only when it is whole.
 
     Args:
         path: where; must not exist.
+        run: the job's run id, which its store carries too.
         fingerprint: the settings under which the job may be resumed.
         tokens: prompt length of each sample, in index order.
         rejected: dataset rows that are not samples.
@@ -45,13 +51,13 @@ def create(path: Path, fingerprint: Mapping[str, str], tokens: Iterable[int], re
         RunError: kind `ledger_failed`.
     """
     draft = path.with_suffix(".new")
-    draft.unlink(missing_ok=True)
     with translated(path):
+        draft.unlink(missing_ok=True)
         connection = sqlite3.connect(draft)
         try:
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
-            meta = {"run": secrets.token_hex(4), "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
+            meta = {"run": run, "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             connection.executemany("INSERT INTO samples (idx, tokens) VALUES (?, ?)", enumerate(map(int, tokens)))
             rows = ((r.line, r.sample_id, r.reason, r.message) for r in rejected)
@@ -60,11 +66,7 @@ def create(path: Path, fingerprint: Mapping[str, str], tokens: Iterable[int], re
         finally:
             connection.close()
         draft.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
 
 class SqliteLedger:
@@ -92,19 +94,18 @@ class SqliteLedger:
     # --- leases
 
     async def acquire(self, limit: int) -> list[Lease]:
-        """Up to `limit` leases, attempts made durable first; samples that came back go first."""
+        """Up to `limit` leases, attempts made durable first; samples that came back go last."""
         return await self._do(self._acquire, limit)
 
     def _acquire(self, limit: int) -> list[Lease]:
-        indices = [self._returned.popleft() for _ in range(min(limit, len(self._returned)))]
-        if len(indices) < limit:
-            fresh = self._connection.execute(
-                "SELECT idx FROM samples WHERE state = 'pending' AND idx > ? ORDER BY idx LIMIT ?",
-                (self._cursor, limit - len(indices)),
-            ).fetchall()
-            indices += [idx for (idx,) in fresh]
-            if fresh:
-                self._cursor = fresh[-1][0]
+        fresh = self._connection.execute(
+            "SELECT idx FROM samples WHERE state = 'pending' AND idx > ? ORDER BY idx LIMIT ?", (self._cursor, limit)
+        ).fetchall()
+        indices = [idx for (idx,) in fresh]
+        if fresh:
+            self._cursor = indices[-1]
+        # What came back goes last: so a server that fails everything fails many samples once, and not a few for good.
+        indices += [self._returned.popleft() for _ in range(min(limit - len(indices), len(self._returned)))]
         leases = []
         with self._transaction() as db:
             for idx in indices:
@@ -185,25 +186,35 @@ class SqliteLedger:
     # --- epochs
 
     async def epoch_began(self, record: EpochRecord) -> bool:
-        """Records an epoch with its record; True where it was known already, and goes on."""
+        """Records an epoch with its record; True where it was known already, and goes on.
+
+        Raises EngineError `epoch_void` for an epoch that has ended: it is never begun again.
+        """
         return await self._do(self._epoch_began, record)
 
     def _epoch_began(self, record: EpochRecord) -> bool:
         with self._transaction() as db:
-            known = db.execute("UPDATE epochs SET ended = NULL WHERE epoch = ?", (record.epoch,)).rowcount == 1
-            if not known:
+            known = db.execute("SELECT ended, reason, evidence FROM epochs WHERE epoch = ?", (record.epoch,)).fetchone()
+            if known is None:
                 db.execute(
                     "INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?)", (record.epoch, time.time(), to_json(record))
                 )
-        return known
+            elif known[0] is not None:
+                raise EngineError("epoch_void", f"epoch {record.epoch} has ended: {known[1]}: {known[2]}; expected another")
+        return known is not None
 
     async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
-        """Records how an epoch ended."""
+        """Records why an epoch was voided. One that is merely left, by a drain or a crash of hsx, has not ended."""
         await self._do(
             self._write,
             "UPDATE epochs SET ended = ?, reason = ?, evidence = ? WHERE epoch = ?",
             (time.time(), reason, evidence, epoch),
         )
+
+    async def voided_epochs(self) -> dict[str, str]:
+        """The epochs that have ended, with the reason: no server of theirs may be used again, by whatever run."""
+        query = "SELECT epoch, ifnull(reason, '') FROM epochs WHERE ended IS NOT NULL"
+        return dict(await self._do(lambda: self._connection.execute(query).fetchall()))
 
     async def next_canary(self) -> int:
         """A number for a canary's marker, from 1, durably never given twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from hsx.errors import RunError
 from hsx.ports import BadRow, CommittedRow, Counts
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
+
+PAUSE_S: Final = 60.0
+"""Two commits further apart belong to two runs, or have a restart of the server between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +147,21 @@ class LedgerReader:
         with translated(self._path):
             return dict(self._connection.execute("SELECT reason, count(*) FROM failures GROUP BY reason ORDER BY reason"))
 
-    def tokens_per_second(self) -> float | None:
-        """Prefill rate so far: committed tokens over the time between the first and the last commit; None with too few."""
-        query = "SELECT sum(tokens), max(committed_at) - min(committed_at), count(*) FROM samples WHERE state = 'committed'"
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
         with translated(self._path):
-            tokens, seconds, samples = self._connection.execute(query).fetchone()
-        return tokens / seconds if samples > 1 and seconds else None
+            return int(self._connection.execute("SELECT max(tokens) FROM samples").fetchone()[0])
+
+    def tokens_per_second(self) -> float | None:
+        """Prefill rate so far: the tokens of each group commit over the time since the one before; None with too few.
+
+        Gaps of `PAUSE_S` and more are left out with the commit that ends them: hsx was not running, or the server was down.
+        """
+        query = (
+            "SELECT sum(tokens), sum(gap) FROM ("
+            "SELECT sum(tokens) AS tokens, committed_at - lag(committed_at) OVER (ORDER BY committed_at) AS gap "
+            "FROM samples WHERE state = 'committed' GROUP BY committed_at) WHERE gap < ?"
+        )
+        with translated(self._path):
+            tokens, seconds = self._connection.execute(query, (PAUSE_S,)).fetchone()
+        return tokens / seconds if seconds else None

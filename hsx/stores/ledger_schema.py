@@ -49,19 +49,20 @@ CREATE TABLE rejected (
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into RunError `ledger_failed`, naming the file."""
+    """Turns the errors of SQLite and of the file system into RunError `ledger_failed`, naming the file."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise RunError("ledger_failed", f"ledger {path}: {type(error).__name__}: {error}") from error
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """Opens an existing ledger; checks its schema version. Raises RunError `ledger_failed`."""
-    if not path.is_file():
-        raise RunError("ledger_failed", f"ledger {path} is missing; expected it to be made by hsx run")
     with translated(path):
-        connection = sqlite3.connect(f"file:{path}?mode={'ro' if read_only else 'rw'}", uri=True, check_same_thread=False)
+        if not path.is_file():
+            raise RunError("ledger_failed", f"ledger {path} is missing; expected it to be made by hsx run")
+        mode = "ro" if read_only else "rw"
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, check_same_thread=False)
         connection.isolation_level = None
         connection.execute("PRAGMA busy_timeout = 30000")
         if not read_only:

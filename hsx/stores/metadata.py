@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.core.layout import NAN_BITS
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -65,8 +63,3 @@ def vector(length: int, data_type: str, attributes: Mapping[str, Any]) -> Docume
         "attributes": dict(attributes),
         "storage_transformers": [],
     }
-
-
-def as_uint16(document: Mapping[str, Any]) -> Document:
-    """The same array's document for a reader that does not know bfloat16: uint16, whose values are the bits."""
-    return {**document, "data_type": "uint16", "fill_value": NAN_BITS}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hsx.errors import RunError
+from hsx.stores.durable import store_error, sync_file, sync_folder, write_all
 from hsx.stores.tokens import ARRAYS, ATTRIBUTE, CHUNK, FORMAT, crc_bytes
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hsx.errors import RunError
     from hsx.ports import Row
 
 
@@ -72,8 +73,7 @@ class _ArrayWriter:
     def _flush(self, length: int) -> None:
         payload = self._buffer[:length].tobytes()
         with (self._folder / "c" / str(self._chunks)).open("xb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(payload))
-            _write_all(file.fileno(), memoryview(crc_bytes(payload)))
+            write_all(file.fileno(), [payload, crc_bytes(payload)], 0)
             os.fsync(file.fileno())
         self._chunks += 1
         self._used = 0
@@ -108,7 +108,7 @@ class TokenTableWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, row: Row) -> int:
-        """Appends a row and returns its sample index. Raises RunError `store_invalid` where it cannot be written."""
+        """Appends a row and returns its sample index. Raises RunError `store_unwritable`."""
         arrays = self._arrays
         try:
             arrays["input_ids"].extend(row.input_ids)
@@ -130,7 +130,7 @@ class TokenTableWriter:
             extra: further JSON values for the attributes.
 
         Raises:
-            RunError: `store_invalid` where it cannot be written.
+            RunError: `store_unwritable`.
         """
         record = {
             **extra,
@@ -144,8 +144,8 @@ class TokenTableWriter:
             for name, array in self._arrays.items():
                 length = array.length
                 _write_metadata(self._partial, name, length, array.close(), {ATTRIBUTE: record} if name == "offsets" else {})
-                _sync(self._partial / name / "c")
-                _sync(self._partial / name)
+                sync_folder(self._partial / name / "c")
+                sync_folder(self._partial / name)
             self._publish()
         except OSError as error:
             raise self._fault(error) from error
@@ -158,17 +158,17 @@ class TokenTableWriter:
             zarr.create_group(self._group, zarr_format=3)
         for name in reversed(ARRAYS):  # `offsets` first: from here on there is no index
             shutil.rmtree(self._group / name, ignore_errors=True)
-        _sync(self._group)
+        sync_folder(self._group)
         *others, marker = ARRAYS
         for name in others:
             (self._partial / name).rename(self._group / name)
-        _sync(self._group)
+        sync_folder(self._group)
         (self._partial / marker).rename(self._group / marker)
-        _sync(self._group)
-        _sync(self._group.parent)
+        sync_folder(self._group)
+        sync_folder(self._group.parent)
 
     def _fault(self, error: OSError) -> RunError:
-        return RunError("store_invalid", f"token index of {self._group} cannot be written: {error.strerror or error}")
+        return store_error(error, self._group)
 
 
 def _partial(group: Path) -> Path:
@@ -192,21 +192,4 @@ def _write_metadata(folder: Path, name: str, length: int, chunk: int, attributes
         attributes=attributes,
         overwrite=False,
     )
-    fd = os.open(array_folder / "zarr.json", os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, content: memoryview) -> None:
-    while content:
-        content = content[os.write(fd, content) :]
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_file(array_folder / "zarr.json")

@@ -54,14 +54,22 @@ class UnionView:
             raise store_error(error, path) from error
 
     def repair(self, committed: Iterable[tuple[int, str]]) -> int:
-        """Makes the links that are missing or wrong for the committed (index, root) pairs; returns how many.
+        """Makes the view show the committed (index, root) pairs and nothing else; returns how many links that took.
 
-        One `readlink` a sample, in constant memory.
+        Links of samples that are not among them go; what is no link is left to `hsx verify`. One `readlink` and one byte a
+        sample. Raises RunError `store_unwritable`, `store_invalid`.
         """
         made = 0
+        known = np.zeros(self._info.layout.samples, np.bool_)
         for index, root in committed:
+            known[index] = True
             if self.target(index) != self._info.folder(root) / shard_key(index):
                 self.link(index, root)
+                made += 1
+        shown = self.indices()
+        for index in shown[~np.isin(shown, np.flatnonzero(known))].tolist():
+            if self.target(index) is not None:
+                self._unlink(index)
                 made += 1
         return made
 
@@ -78,6 +86,12 @@ class UnionView:
     def indices(self) -> NDArray[np.int64]:
         """The samples that are visible, sorted. Raises RunError `store_invalid` where the folder cannot be read."""
         return visible(self._folder)
+
+    def _unlink(self, index: int) -> None:
+        try:
+            self.path(index).unlink()
+        except OSError as error:
+            raise store_error(error, self.path(index)) from error
 
     def _replace(self, path: Path, target: str) -> None:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.cli import main
+from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
+from hsx.prepare import prepare
 from hsx.testing.jobs import write_job
 from hsx.testing.left_job import LeftJob, leave_job
 
@@ -151,6 +153,17 @@ def test_verify_a_damaged_store(left: LeftJob, screen: Screen) -> None:
     assert "missing" in text
     assert main(["verify", left.file, "--json"]) == ExitCode.DAMAGED
     assert {damage["index"] for damage in screen.json()["damage"]} == {1, 2}
+    assert main(["verify", "--store", str(left.loaded.store)]) == ExitCode.DAMAGED
+    assert screen.error().startswith(f"hsx: error [store_damaged] store {left.loaded.store} has 2 damages")
+
+
+def test_verify_with_another_jobs_ledger(left: LeftJob, screen: Screen) -> None:
+    path = left.loaded.store / "zarr.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["attributes"]["hsx"]["run"] = "0000000f"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["verify", left.file]) == ExitCode.REFUSED
+    assert "belongs to the ledger of run 0000000f" in screen.error()
 
 
 def test_verify_without_a_ledger_or_a_store(tmp_path: Path, screen: Screen) -> None:
@@ -166,6 +179,24 @@ def test_quarantine_is_listed_with_its_reasons(left: LeftJob, screen: Screen) ->
     assert (row["index"], row["reason"], row["evidence"], row["attempts"]) == (3, "finite", "4 values are NaN", 1)
     assert main(["quarantine", "list", left.file]) == ExitCode.DONE
     assert "4 values are NaN" in screen.text()
+
+
+def test_rejected_rows_are_counted_and_listed(tmp_path: Path, screen: Screen) -> None:
+    write_job(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write("nonsense\n")
+    job = str(write_skipping(tmp_path))
+    prepare(load(job), lambda _rows, _tokens: None)
+    assert main(["quarantine", "list", job]) == ExitCode.DONE
+    assert screen.text() == (
+        "no sample is quarantined\n\n1 rows of the dataset were rejected and are no samples; --rejected lists them\n"
+    )
+    assert main(["quarantine", "list", job, "--rejected"]) == ExitCode.DONE
+    assert "not_json" in screen.text()
+    assert main(["quarantine", "list", job, "--rejected", "--json"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["quarantined"], document["rejected"]) == ([], 1)
+    assert [(row["line"], row["reason"]) for row in document["rejected_rows"]] == [(6, "not_json")]
 
 
 @pytest.mark.parametrize("choice", [["3"], ["--all"]])

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hsx.commands.job import examine
 from hsx.config_check import Finding, check
 from hsx.config_load import load
 from hsx.core.spec import ModelShape
 from hsx.disks import Disks
+from hsx.prepare import prepare
 from hsx.testing.jobs import write_job
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ def mounts(*entries: tuple[Path, str], options: str = "rw") -> Disks:
 
 def findings(folder: Path, changes: dict[str, Any] | None = None, disks: Disks | None = None, **known: Any) -> list[Finding]:
     loaded = load(write_job(folder, changes))
-    given = {"shape": SHAPE, "longest": None, **known}
-    return check(loaded, given["shape"], given["longest"], disks or mounts((folder / "dumps", "tmpfs")))
+    given = {"shape": SHAPE, "longest": None, "open_files": 1 << 20, **known}
+    return check(loaded, given["shape"], given["longest"], disks or mounts((folder / "dumps", "tmpfs")), given["open_files"])
 
 
 def only(found: list[Finding], key: str) -> Finding:
@@ -109,6 +111,39 @@ def test_a_tmpfs_smaller_than_the_budget(folder: Path) -> None:
     finding = only(findings(folder, {"staging": {"max_bytes": "900TiB"}}), "staging.max_bytes")
     assert finding.level == "warning"
     assert "the file system of staging.dump_dir has" in finding.message
+
+
+def test_a_dump_directory_that_is_smaller_than_the_largest_dump(folder: Path, small_disk: Path) -> None:
+    """Nothing but the true longest sample decides; the budget alone would be a warning."""
+    staging = {"staging": {"dump_dir": str(small_disk), "max_bytes": "4MiB"}}
+    disks = mounts((small_disk, "tmpfs"))
+    finding = only(findings(folder, staging, disks), "staging.dump_dir")
+    assert finding.level == "error"
+    assert f"a file system of {1 << 20} bytes; expected at least {LARGEST_DUMP}" in finding.message
+    (warning,) = findings(folder, staging, disks, longest=100)
+    assert (warning.level, warning.key) == ("warning", "staging.max_bytes")
+
+
+@pytest.mark.parametrize(("limit", "levels"), [(-1, []), (132, []), (131, ["warning"]), (33, ["warning"]), (32, ["error"])])
+def test_too_few_open_files_for_the_concurrency(folder: Path, limit: int, levels: list[str]) -> None:
+    found = findings(folder, {"pipeline": {"concurrency": 32}}, open_files=limit)
+    assert [finding.level for finding in found] == levels
+    assert all(f"may open {limit} files" in finding.message and "about 132" in finding.message for finding in found)
+
+
+def test_a_model_that_cannot_be_read_is_told_once(folder: Path) -> None:
+    _, found = examine(load(write_job(folder, {"model": {"path": "none"}})))
+    finding = only(found, "model.path")
+    assert finding.level == "error"
+    assert "none/config.json" in finding.message
+
+
+def test_the_longest_sample_is_taken_from_the_ledger(folder: Path) -> None:
+    """A budget that the context's longest dump would pass, and the dataset's does not, is fine once the dataset was read."""
+    loaded = load(write_job(folder, {"staging": {"max_bytes": "64KiB"}}))
+    assert any(finding.key == "staging.max_bytes" and finding.level == "error" for finding in examine(loaded)[1])
+    prepare(loaded, lambda _rows, _tokens: None)
+    assert not any(finding.key == "staging.max_bytes" for finding in examine(loaded)[1])
 
 
 def roots(*pairs: tuple[str, str], reserve: str = "0B") -> dict[str, Any]:
@@ -196,7 +231,6 @@ def test_a_place_on_a_read_only_file_system(folder: Path) -> None:
     ("changes", "key", "words"),
     [
         ({"dataset": {"path": "none.jsonl"}}, "dataset.path", "does not exist"),
-        ({"model": {"path": "none"}}, "model.path", "has no config.json"),
         ({"dataset": {"chat_template": "none.jinja"}}, "dataset.chat_template", "is not a file"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "no/python"}}, "engine.python", "does not exist"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "rows.jsonl"}}, "engine.python", "does not exist"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -77,6 +78,41 @@ def test_no_record_at_all(tmp_path: Path) -> None:
         assert "no server was started there" in refusal(folder)
     (tmp_path / str(uuid4())).mkdir()
     assert "no server was started there" in refusal(tmp_path)
+
+
+def test_records_that_cannot_be_read_are_counted_not_fatal(tmp_path: Path) -> None:
+    """Bytes that are no text, a folder, a loop of links: none hides the server that is there, and without one each is named."""
+    broken = {name: tmp_path / name / "server.json" for name in ("bytes", "folder", "loop")}
+    for path in broken.values():
+        path.parent.mkdir()
+    broken["bytes"].write_bytes(b'{"epoch": "\xff"}')
+    broken["folder"].mkdir()
+    broken["loop"].symlink_to(broken["loop"])
+    (tmp_path / "hsx.lock").write_text("")
+    message = refusal(tmp_path)
+    assert all(str(path) in message for path in broken.values())
+    assert "hsx.lock" not in message
+    record = record_of(os.getpid(), str(uuid4()))
+    write_record(tmp_path, record)
+    assert find_server(tmp_path, PORT) == record
+
+
+def test_folders_that_this_user_may_not_enter(tmp_path: Path) -> None:
+    """The server of another user: the message says what is in the way."""
+    write_record(tmp_path, record_of(os.getpid(), "closed"))
+    (tmp_path / "closed").chmod(0)
+    tmp_path.chmod(0o755)
+    code = (
+        "import os; from pathlib import Path\n"
+        "from hsx.engines.external import find_server; from hsx.errors import EngineError\n"
+        "os.getuid() or os.setuid(65534)\n"
+        "try: find_server(Path('.'), 1)\n"
+        "except EngineError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    (tmp_path / "closed").chmod(0o700)
+    assert "[epoch_unknown]" in done.stdout
+    assert "Permission denied: 'closed/server.json'" in done.stdout
 
 
 def test_other_ports_only(tmp_path: Path) -> None:

@@ -200,6 +200,31 @@ async def test_command_that_is_not_there(tmp_path: Path) -> None:
     assert caught.value.kind == "server_start_failed"
 
 
+async def test_record_that_is_no_text(tmp_path: Path) -> None:
+    """It is an error of the start, which names the file; nothing is left of the server."""
+    before = set(descendants(os.getpid()))
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "folder = Path(sys.argv[1], sys.argv[3]); folder.mkdir(parents=True)\n"
+        "(folder / 'server.part').write_bytes(b'\\xff{}'); (folder / 'server.part').rename(folder / 'server.json')\n"
+        "time.sleep(3600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "dumps")]
+    owner = SpawnOwner(SpawnPlan(command=command, dump_dir=tmp_path / "dumps", log_file=tmp_path / "server.log"))
+    with pytest.raises(EngineError, match=r"server\.json: 'utf-8' codec can't decode byte 0xff") as caught:
+        await owner.start()
+    assert caught.value.kind == "epoch_unknown"
+    assert set(descendants(os.getpid())) <= before
+
+
+async def test_log_that_somebody_took_away(tmp_path: Path, owner: SpawnOwner) -> None:
+    """The end of the server is told all the same, without its last words."""
+    await owner.start()
+    (tmp_path / "server.log").unlink()
+    await owner.stop(0)
+    assert (await owner.ended()).endswith("is ''")
+
+
 async def test_silent_server_is_given_up(tmp_path: Path) -> None:
     """Without a record in time the start fails, and nothing is left of it."""
     before = set(descendants(os.getpid()))

@@ -37,7 +37,16 @@ def test_created_store_opens_as_it_was_made(tmp_path: Path) -> None:
     made = create_store(tmp_path / "new" / "store", LAYOUT, SPEC, MODEL)
     found = open_store(tmp_path / "new" / "store")
     assert (found.store_id, found.layout, found.spec, found.model, found.roots) == (made.store_id, LAYOUT, SPEC, MODEL, {})
-    assert create_store(tmp_path / "new" / "store", LAYOUT, SPEC, MODEL) == found
+    assert found == made
+
+
+def test_empty_store_is_made_again_in_any_shape(tmp_path: Path) -> None:
+    """As after a first run that was cut short, and whose dataset has changed since."""
+    made = create_store(tmp_path, LAYOUT, SPEC, MODEL, "0000000a")
+    again = create_store(tmp_path, StoreLayout(9, 50, 2, 8), CaptureSpec((1,), "pre_norm"), MODEL, "0000000b")
+    assert open_store(tmp_path) == again
+    assert (again.run, again.store_id == made.store_id) == ("0000000b", False)
+    assert json.loads((tmp_path / "hidden_states" / "zarr.json").read_bytes())["shape"] == [9, 50, 2, 8]
 
 
 def test_metadata_is_what_zarr_itself_writes(tmp_path: Path) -> None:
@@ -58,14 +67,7 @@ def test_metadata_is_what_zarr_itself_writes(tmp_path: Path) -> None:
     assert ours | {"attributes": {}} == theirs
 
 
-def test_another_shape_in_the_same_place_is_refused(tmp_path: Path) -> None:
-    create_store(tmp_path, LAYOUT, SPEC, MODEL)
-    with pytest.raises(RunError) as error:
-        create_store(tmp_path, LAYOUT, CaptureSpec((2, 4), "post_norm"), MODEL)
-    kind, message = kind_and_message(error)
-    assert kind == "job_changed"
-    assert "h_2, h_5, post_norm" in message
-    assert "h_2, h_4, post_norm" in message
+def test_layout_and_spec_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout has 3 states; the capture spec has 2"):
         create_store(tmp_path, LAYOUT, CaptureSpec((2,), "post_norm"), MODEL)
 
@@ -202,6 +204,18 @@ def test_repair_makes_what_is_missing(tmp_path: Path) -> None:
         "zarr.json",
         *(store.view.path(i).name for i in range(4)),
     }
+
+
+def test_repair_removes_what_the_ledger_does_not_hold(tmp_path: Path) -> None:
+    """Links alone: the shards stay on their roots, and what is no link in the view stays for `hsx verify` to name."""
+    store = build_store(tmp_path, [random_states(np.random.default_rng(i), 5, 3, 8) for i in range(4)])
+    shard = store.view.path(3).resolve()
+    store.view.path(9).symlink_to("/nowhere")
+    store.view.path(2).unlink()
+    store.view.path(2).write_bytes(b"no link")
+    assert store.view.repair([(0, "a")]) == 3
+    assert store.view.indices().tolist() == [0, 2]
+    assert shard.exists()
 
 
 def test_view_that_is_gone_is_reported(tmp_path: Path) -> None:

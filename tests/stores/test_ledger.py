@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker
-from hsx.errors import RunError
+from hsx.errors import EngineError, RunError
 from hsx.ports import BadRow, Commit, Receipt
-from hsx.stores.ledger import SqliteLedger, create
+from hsx.stores.ledger import SqliteLedger, create, new_run
 from hsx.stores.ledger_reader import LedgerReader
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def entry(run: str, lease: Lease) -> Commit:
 @pytest.fixture
 async def ledger(tmp_path: Path) -> SqliteLedger:
     path = tmp_path / "ledger.sqlite"
-    create(path, {"capture.layers": "[1]"}, TOKENS, [BadRow(3, "x", "empty", "input_ids is empty")])
+    create(path, "0000abcd", {"capture.layers": "[1]"}, TOKENS, [BadRow(3, "x", "empty", "input_ids is empty")])
     return SqliteLedger(path)
 
 
@@ -47,7 +49,8 @@ async def test_a_new_ledger_has_everything_pending(ledger: SqliteLedger, tmp_pat
     with LedgerReader(tmp_path / "ledger.sqlite") as reader:
         assert reader.fingerprint == {"capture.layers": "[1]"}
         assert list(reader.rejected()) == [BadRow(3, "x", "empty", "input_ids is empty")]
-        assert reader.run == ledger.run
+        assert reader.run == ledger.run == "0000abcd"
+        assert reader.longest() == 8
     await ledger.close()
 
 
@@ -81,13 +84,26 @@ async def test_attempts_are_durable_before_a_lease_is_out(ledger: SqliteLedger, 
     await again.close()
 
 
-async def test_epochs_canaries_and_fixed_facts(ledger: SqliteLedger, tmp_path: Path) -> None:
+async def test_an_epoch_goes_on_until_it_has_ended_and_never_after(ledger: SqliteLedger, tmp_path: Path) -> None:
     assert await ledger.epoch_began(RECORD) is False
+    assert await ledger.epoch_began(RECORD) is True
+    assert await ledger.epoch_began(replace(RECORD, epoch="e2")) is False
+    assert await ledger.voided_epochs() == {}
     await ledger.epoch_ended("e1", "alive", "server died")
     with LedgerReader(tmp_path / "ledger.sqlite") as reader:
-        (epoch,) = reader.epochs()
+        epoch, _ = reader.epochs()
         assert (epoch.epoch, epoch.reason, epoch.evidence) == ("e1", "alive", "server died")
-    assert await ledger.epoch_began(RECORD) is True
+    with pytest.raises(EngineError, match="epoch e1 has ended: alive: server died") as caught:
+        await ledger.epoch_began(RECORD)
+    assert caught.value.kind == "epoch_void"
+    await ledger.close()
+    again = SqliteLedger(tmp_path / "ledger.sqlite")
+    assert await again.voided_epochs() == {"e1": "alive"}
+    assert await again.epoch_began(replace(RECORD, epoch="e2")) is True
+    await again.close()
+
+
+async def test_canaries_and_fixed_facts(ledger: SqliteLedger) -> None:
     assert [await ledger.next_canary() for _ in range(3)] == [1, 2, 3]
     assert await ledger.fix("engine", "sglang 0.5.23") == "sglang 0.5.23"
     assert await ledger.fix("engine", "sglang 0.5.18") == "sglang 0.5.23"
@@ -105,6 +121,53 @@ async def test_requeue_forgives_failures(ledger: SqliteLedger) -> None:
     await ledger.close()
 
 
+async def test_pauses_do_not_count_in_the_rate(ledger: SqliteLedger, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with LedgerReader(path) as reader:
+        assert reader.tokens_per_second() is None
+    for lease in await ledger.acquire(4):
+        await ledger.commit([entry(ledger.run, lease)])
+    await ledger.close()
+    # Two group commits of 2 samples, 10 s apart: 15 tokens in the second one. The same with a night in between.
+    for times, expected in [((0, 0, 10, 10), 1.5), ((0, 10, 40_000, 40_004), (6 + 8) / 14), ((0, 60, 120, 180), None)]:
+        with sqlite3.connect(path) as db:
+            db.executemany("UPDATE samples SET committed_at = ? WHERE idx = ?", [(t, i) for i, t in enumerate(times)])
+        db.close()
+        with LedgerReader(path) as reader:
+            assert reader.tokens_per_second() == expected
+
+
+@pytest.mark.parametrize("name", ["a#b %41 ü?c", "x?mode=memory", "%00"])
+async def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name / "ledger.sqlite"
+    path.parent.mkdir()
+    create(path, "0000abcd", {}, TOKENS, [])
+    ledger = SqliteLedger(path)
+    assert len(await ledger.acquire(9)) == 4
+    await ledger.close()
+    with LedgerReader(path) as reader:
+        assert (reader.run, reader.sample(0).attempts) == ("0000abcd", 1)
+    assert os.listdir(tmp_path) == [name]  # noqa: PTH208 - pathlib's is flagged in a coroutine
+
+
+def test_a_ledger_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "draft" / "ledger.new").mkdir(parents=True)
+    (tmp_path / "taken" / "ledger.sqlite").mkdir(parents=True)
+    for folder in ("file", "nowhere", "draft", "taken"):
+        with pytest.raises(RunError, match=f"{folder}/ledger.sqlite") as caught:
+            create(tmp_path / folder / "ledger.sqlite", new_run(), {}, TOKENS, [])
+        assert caught.value.kind == "ledger_failed"
+
+
+def test_a_full_disk_under_the_ledger(small_disk: Path) -> None:
+    with pytest.raises(RunError, match="full") as caught:
+        create(small_disk / "ledger.sqlite", new_run(), {}, range(200_000), [])
+    assert caught.value.kind == "ledger_failed"
+    assert not (small_disk / "ledger.sqlite").exists()
+
+
 def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is missing"):
         SqliteLedger(tmp_path / "none.sqlite")
@@ -120,7 +183,7 @@ def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
 
 
 def test_an_unknown_sample_is_named(tmp_path: Path) -> None:
-    create(tmp_path / "l.sqlite", {}, TOKENS, [])
+    create(tmp_path / "l.sqlite", new_run(), {}, TOKENS, [])
     with LedgerReader(tmp_path / "l.sqlite") as reader, pytest.raises(RunError, match="no sample 9") as caught:
         reader.sample(9)
     assert caught.value.kind == "sample_unknown"
@@ -137,7 +200,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "ledger.sqlite"
-        create(self.path, {}, TOKENS, [])
+        create(self.path, new_run(), {}, TOKENS, [])
         self.ledger = SqliteLedger(self.path)
         self.state = dict.fromkeys(range(4), "pending")
         self.attempts = dict.fromkeys(range(4), 0)

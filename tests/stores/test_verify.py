@@ -48,7 +48,6 @@ def test_whole_store_passes(built: BuiltStore) -> None:
     assert report.nbytes == sum(row.nbytes for row in built.rows)
     assert seen == [(i, 6) for i in range(1, 7)]
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
-    report.raise_if_damaged()
     assert verify(built.info.path).as_dict() == report.as_dict()
 
 
@@ -89,9 +88,7 @@ def test_damage_is_found(built: BuiltStore, name: str) -> None:
     for damage in report.damage:
         assert damage.sample_id == f"sample-{damage.index}"
         assert str(built.shard(damage.index or 0)) in damage.message
-    with pytest.raises(RunError, match="damages; first: ") as error:
-        report.raise_if_damaged()
-    assert error.value.kind == "store_damaged"
+    assert not report.ok
 
 
 def test_missing_and_resized_shards_are_found_without_reading_them(built: BuiltStore) -> None:

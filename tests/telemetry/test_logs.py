@@ -6,6 +6,8 @@ import ast
 import io
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +48,41 @@ def test_json_lines_carry_event_level_time_and_fields() -> None:
     event = json.loads(line)
     assert event.pop("timestamp").endswith("Z")
     assert event == {"event": "thing.happened", "level": "info", "path": "/x", "count": 3}
+
+
+LOGGING = """
+import logging, structlog, sys
+from hsx import logs
+logs.configure("info", sys.argv[1], sys.stderr)
+for number in range(2000):
+    structlog.get_logger().info("thing.happened", number=number)
+    logging.getLogger("aiohttp").warning("number %d", number)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | true"])
+def test_a_log_that_cannot_be_written_ends_nothing(format: str, redirection: str) -> None:  # noqa: A002 - the key's name
+    """A full disk, no standard error at all, a reader that went away: the work goes on, and its exit status stays 0."""
+    closed = "import os, sys\nsys.stderr = sys.stderr or open(os.devnull, 'w')\n"
+    command = f'set -o pipefail; "$0" -c "$1" {format} {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, closed + LOGGING], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ("" if "|" in redirection else "done\n")
+
+
+def test_lines_are_written_again_once_there_is_room(full_disk: Path) -> None:
+    with (full_disk / "log").open("w", buffering=1) as stream:
+        log = logs.LenientStream(stream)
+        for _ in range(1000):
+            log.write("x" * 100 + "\n")
+        assert (full_disk / "log").stat().st_size == 0
+        (full_disk / "filler").unlink()
+        log.write("after\n")
+    assert (full_disk / "log").read_text().splitlines()[-1] == "after"
 
 
 def test_a_terminal_gets_text() -> None:
