@@ -119,8 +119,9 @@ class SGLangClient:
             self._raise_if_out_of_files(error)
             if is_nobody(error):
                 raise self._gone(error) from error
-            reason = f"{type(error).__name__}: {error}"
-            raise SampleError("request_failed", f"{marker}: connection to {self._base} failed: {reason}") from error
+            what = "could not be made" if isinstance(error, aiohttp.ClientConnectorError) else "was lost"
+            reason = f"connection to {self._base} {what}: {type(error).__name__}: {error}"
+            raise SampleError("request_failed", f"{marker}: {reason}") from error
         if status != 200:
             raise _refusal(marker, status, payload)
         return _answer(marker, payload)
