@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
-import signal
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from asyncio_throttle import Throttler
 
 from hsx.admission import Admission
+from hsx.capture.report import read_norm
+from hsx.clock import SystemClock
 from hsx.core.admission import Limits
 from hsx.core.policy import WindowLimit
 from hsx.core.progress import ProgressLimits, deadline_s
@@ -26,12 +26,13 @@ from hsx.engines import sglang
 from hsx.engines.external import ExternalOwner
 from hsx.engines.process import process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
-from hsx.errors import RunError
+from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
 from hsx.locks import JOB_LOCK, locked, store_lock
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
+from hsx.signals import handled_signals
 from hsx.status import StatusServer
 from hsx.stores.group import record_final_norm
 from hsx.stores.ledger import SqliteLedger
@@ -44,7 +45,7 @@ from hsx.watchdog import Watchdog
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
     from hsx.config_load import LoadedConfig
     from hsx.core.epoch import CaptureReport
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from hsx.progress_view import ProgressView
 
 STATUS_EVERY_S = 5.0
+INDEXING_TIMEOUT_S = 120.0
+"""How long a service manager should wait for the next word while the dataset is read."""
 STAGED_PER_REQUEST = 16
 """Samples that may be between request and commit, per request slot: enough for any backlog that bytes allow to matter."""
 
@@ -86,16 +89,22 @@ class Outcome:
     interrupted: bool
 
 
-class SystemClock:
-    """The real clock; implements `hsx.ports.Clock`."""
+class Indexing:
+    """Tells that the dataset is being read, now and then: to the log, and to a service manager that waits for READY."""
 
-    def monotonic(self) -> float:
-        """Seconds since boot or so."""
-        return time.monotonic()
+    def __init__(self, telemetry: Telemetry, notifier: Notifier) -> None:
+        self._telemetry = telemetry
+        self._notifier = notifier
+        self._next = time.monotonic()
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleeps on the event loop."""
-        await asyncio.sleep(seconds)
+    def __call__(self, rows: int, tokens: int) -> None:
+        """Called with the rows and tokens read so far."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + STATUS_EVERY_S
+        self._telemetry.log.info("dataset.indexing", rows=rows, tokens=tokens)
+        self._notifier.status(f"reading the dataset: {rows} rows, {tokens} tokens")
+        self._notifier.extend_timeout(INDEXING_TIMEOUT_S)
 
 
 async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None) -> Outcome:
@@ -113,7 +122,7 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None)
         held.enter_context(locked(loaded.dump_dir / "hsx.lock", f"dump directory {loaded.dump_dir}", "staging_failed"))
         held.enter_context(locked(store_lock(loaded.store), f"store {loaded.store}", "store_unwritable"))
         # Nothing else is on the loop yet, so reading the dataset may block it; a signal ends it as it ends any program.
-        job = prepare(loaded, lambda rows, tokens: telemetry.log.info("dataset.indexing", rows=rows, tokens=tokens))
+        job = prepare(loaded, Indexing(telemetry, notifier))
         ledger = SqliteLedger(job.ledger)
         try:
             before = await ledger.counts()
@@ -201,7 +210,7 @@ class Run:
             self._telemetry.log.info("status.listening", url=await status.start())
         self._notifier.ready("extracting")
         try:
-            with _signals(self._on_signal):
+            with handled_signals(self._on_signal):
                 async with asyncio.TaskGroup() as services:
                     committing = services.create_task(self._writer.run())
                     others = [services.create_task(service) for service in self._services()]
@@ -346,8 +355,11 @@ class Run:
 
     async def _record_norm(self, report: CaptureReport) -> None:
         """Keeps the final norm in the store: with it, and only with it, pre_norm states convert to post_norm."""
-        if report.norm_file:
-            weight = np.fromfile(self._dumps.folder / report.norm_file, np.float32)
+        try:
+            weight = await asyncio.to_thread(read_norm, self._dumps.folder, report)
+        except (OSError, ValueError) as error:
+            raise EngineError("capture_off", f"the final norm beside the capture report cannot be read: {error}") from error
+        if weight is not None:
             record_final_norm(self._loaded.store, weight, report.norm_eps)
 
 
@@ -372,21 +384,6 @@ def make_owner(loaded: LoadedConfig) -> EngineOwner:
             env=engine.env,
         )
     )
-
-
-class _signals:  # noqa: N801 - used as a context manager, like a function
-    """Hands SIGINT and SIGTERM to a callback for the time of the block."""
-
-    def __init__(self, callback: Callable[[str], None]) -> None:
-        self._callback = callback
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._callback, number.name)
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _outcome(loaded: LoadedConfig, telemetry: Telemetry, before: Counts, after: Counts, *, interrupted: bool) -> Outcome:

@@ -158,7 +158,9 @@ class EngineClient(Protocol):
         Raises:
             SampleError: `request_refused` (HTTP 4xx), `request_duplicate` (the marker is in flight already), `request_failed`
                 (connection lost, HTTP 5xx), `request_timeout`.
-            EngineError: `server_full` (503), `server_gone` (connection refused), `server_protocol` (an answer without counts).
+            EngineError: `server_full` (503), `server_gone` (connection refused), `server_protocol` (not the answer
+                of such a server).
+            RunError: `out_of_files`.
         """
         ...
 

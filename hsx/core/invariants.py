@@ -206,9 +206,7 @@ RUN_INVARIANTS: Final[tuple[Invariant, ...]] = (
     Invariant("published", "counter", "A 200 answer is followed by its dump within its deadline."),
     Invariant("advancing", "progress", "With requests in flight, something comes out within a deadline that grows with them."),
     Invariant("alive", "progress", "The server process lives and its record still matches."),
-    Invariant(
-        "canary", "canary", "A probe prompt of hsx's own comes back sound, at boot and when samples fail in a row."
-    ),
+    Invariant("canary", "canary", "A probe prompt of hsx's own comes back sound, at boot and when samples fail in a row."),
 )
 
 
