@@ -93,26 +93,48 @@ def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 class Judge:
-    """Compares dumps with Hugging Face, and keeps the worst figures seen."""
+    """Compares dumps with Hugging Face, and keeps the worst figures seen.
+
+    Attributes:
+        worst_capture: largest relative error of a token before rounding.
+        worst_stored: the same of the bf16 dump.
+        nearest: smallest relative distance of a token to the same token one layer before or after.
+        nearest_ratio: smallest such distance in units of that token's own error.
+        near: how many such distances are under 1e-3, and
+        looked: how many there are.
+    """
 
     def __init__(self, huggingface: HuggingFace, layers: Sequence[int], final: str) -> None:
         self._huggingface = huggingface
         self._layers = tuple(layers)
         self._final = final
         self.worst_capture = self.worst_stored = 0.0
-        self.nearest_neighbour = np.inf
+        self.nearest = self.nearest_ratio = np.inf
+        self.near = self.looked = 0
+        # On a busy machine threads that wait for each other cost more than they bring.
+        torch.set_num_threads(1)
 
     def look(self, ids: NDArray[np.int32], captured: NDArray[np.float32], stored: NDArray[np.uint16]) -> None:
         """Takes note of one sample: `captured` before rounding and `stored` bits, both [tokens, L, H]."""
         all_states = self._huggingface.states(ids)
         last = len(all_states) - 1
         for slot, k in enumerate((*self._layers, last if self._final == "post_norm" else last - 1)):
-            self.worst_capture = max(self.worst_capture, relative_error(captured[:, slot], all_states[k]).max())
-            self.worst_stored = max(self.worst_stored, relative_error(widen(stored[:, slot]), all_states[k]).max())
+            own = relative_error(captured[:, slot], all_states[k])
+            self.worst_capture = max(self.worst_capture, float(own.max()))
+            self.worst_stored = max(self.worst_stored, float(relative_error(widen(stored[:, slot]), all_states[k]).max()))
             for other in (k - 1, k + 1):
                 if other <= last:
-                    missed = relative_error(captured[:, slot], all_states[other]).min()
-                    self.nearest_neighbour = min(self.nearest_neighbour, missed)
+                    missed = relative_error(captured[:, slot], all_states[other])
+                    self.nearest = min(self.nearest, float(missed.min()))
+                    self.nearest_ratio = min(self.nearest_ratio, float((missed / np.maximum(own, 1e-7)).min()))
+                    self.near += int((missed < 1e-3).sum())
+                    self.looked += len(missed)
+
+    def __str__(self) -> str:
+        return (
+            f"worst before rounding {self.worst_capture:.2e}, stored {self.worst_stored:.2e}; nearest neighbouring layer "
+            f"{self.nearest:.2e}, {self.nearest_ratio:.0f} times the token's own error, {self.near} of {self.looked} under 1e-3"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 64 prompts of 1 to 1500 tokens go to the server at once, chunks of 128 tokens shared between them. The errors are relative
 and per token: 1e-4 before rounding, 2^-8 for the bf16 dump, and both neighbours of each layer must miss by more than ten
-times the first, or an off-by-one would pass.
+times that, or an off-by-one would pass.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def compare(server: CaptureServer, prompts: dict[Any, Any], judge: Any) -> None:
     """The states against Hugging Face. After the server has stopped: its idle scheduler takes a core for itself."""
     for marker, ids in prompts.items():
         judge.look(ids, server.dump_float32(marker), server.dump(marker)[1])
+    print(judge)  # noqa: T201 - the figures are the result of this test; pytest shows them with -rP
     assert judge.worst_capture < CAPTURED
     assert judge.worst_stored < STORED
-    assert judge.nearest_neighbour > 10 * CAPTURED
+    assert judge.nearest_ratio > 10
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -95,7 +96,9 @@ def test_tiny_models(
     prompts = samples(64, 1500, 1000, 4)
     server = CaptureServer(python, tmp_path, model, case.layers, case.final, variables={"HSX_TEST_MLA_ON_CPU": "1"})
     assert serve(server, prompts, 8, 1000) == case.version
-    compare(server, prompts, judge(model, case.layers, case.final))
+    figures = judge(model, case.layers, case.final)
+    compare(server, prompts, figures)
+    assert figures.nearest > 10 * CAPTURED
 
 
 def test_smollm2(tmp_path: Path, sglang_python: Path, samples: Any, judge: Callable[[Path, Sequence[int], str], Any]) -> None:
@@ -104,4 +107,8 @@ def test_smollm2(tmp_path: Path, sglang_python: Path, samples: Any, judge: Calla
     prompts = samples(64, 1500, 49152, 10)
     server = CaptureServer(sglang_python, tmp_path, model, layers)
     serve(server, prompts, 30, 49152)
-    compare(server, prompts, judge(model, layers, "post_norm"))
+    figures = judge(model, layers, "post_norm")
+    compare(server, prompts, figures)
+    # A trained model has tokens (the first one above all) with a state so large that a whole layer changes it by less than
+    # 1e-3; there only the token's own, far smaller error tells the layers apart.
+    assert figures.near < 0.02 * figures.looked
