@@ -179,8 +179,11 @@ def _kill_carriers(variable: str) -> None:
 
 
 def _open_log(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EngineError("server_start_failed", f"the server's log {path} cannot be written: {error.strerror}") from error
 
 
 def _how(status: int) -> str:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -185,8 +186,12 @@ def test_a_real_run_from_outside(tmp_path: Path) -> None:
             assert run.stderr is not None
             assert "hsx: error [interrupted]" in run.stderr.read()
         assert run.returncode == ExitCode.INTERRUPTED
-        messages = manager.recv(4096).decode(), manager.recv(4096).decode()
-    assert messages[0].startswith("READY=1")
+        messages = []
+        with suppress(BlockingIOError):
+            while True:
+                messages.append(manager.recv(4096).decode())
+    assert messages[0].startswith("STATUS=reading the dataset")
+    assert any(message.startswith("READY=1") for message in messages)
     finished = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert finished.returncode == ExitCode.DONE, finished.stderr
     assert json.loads(finished.stdout)["committed"] == 5

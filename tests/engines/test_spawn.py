@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,14 @@ async def test_record_that_is_no_text(tmp_path: Path) -> None:
         await owner.start()
     assert caught.value.kind == "epoch_unknown"
     assert set(descendants(os.getpid())) <= before
+
+
+async def test_log_that_cannot_be_made(tmp_path: Path) -> None:
+    """A start without a place for the server's words is refused before there is a server."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"log .*file/server\.log cannot be written: File exists") as caught:
+        await SpawnOwner(replace(plan(tmp_path), log_file=tmp_path / "file" / "server.log")).start()
+    assert caught.value.kind == "server_start_failed"
 
 
 async def test_log_that_somebody_took_away(tmp_path: Path, owner: SpawnOwner) -> None:

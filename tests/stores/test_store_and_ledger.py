@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hsx.app import run_job
 from hsx.config_load import LoadedConfig, load
 from hsx.errors import RunError
-from hsx.locks import store_lock
+from hsx.locks import locked, store_lock
 from hsx.prepare import OpenJob, prepare
 from hsx.stores.group import open_store
 from hsx.stores.ledger_reader import LedgerReader
@@ -142,5 +144,8 @@ def test_a_store_without_a_run_has_no_ledger(left: LeftJob) -> None:
     refused(left.loaded, "belongs to the ledger of run unknown")
 
 
-def test_the_lock_is_no_part_of_the_store(left: LeftJob) -> None:
+def test_two_jobs_do_not_run_on_one_store(left: LeftJob) -> None:
+    with locked(store_lock(left.loaded.store), "store"), pytest.raises(RunError, match=r"store .* is held by pid") as caught:
+        asyncio.run(run_job(left.loaded))
+    assert caught.value.kind == "job_locked"
     assert not store_lock(left.loaded.store).is_relative_to(left.loaded.store)
