@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from hsx.core.spec import CaptureSpec
-from hsx.testing import smollm2
 from hsx.testing.capture_server import CaptureServer
 
 if TYPE_CHECKING:
@@ -101,13 +100,14 @@ def test_tiny_models(
     assert figures.nearest > 10 * CAPTURED
 
 
-def test_smollm2(tmp_path: Path, sglang_python: Path, samples: Any, judge: Callable[[Path, Sequence[int], str], Any]) -> None:
-    model = smollm2.prepare(tmp_path / "model", smollm2.fetch_gguf(tmp_path / "cache"))
+def test_smollm2(
+    tmp_path: Path, sglang_python: Path, smollm2: Path, samples: Any, judge: Callable[[Path, Sequence[int], str], Any]
+) -> None:
     layers = (2, 15, 27)
     prompts = samples(64, 1500, 49152, 10)
-    server = CaptureServer(sglang_python, tmp_path, model, layers)
+    server = CaptureServer(sglang_python, tmp_path, smollm2, layers)
     serve(server, prompts, 30, 49152)
-    figures = judge(model, layers, "post_norm")
+    figures = judge(smollm2, layers, "post_norm")
     compare(server, prompts, figures)
     # A trained model has tokens (the first one above all) with a state so large that a whole layer changes it by less than
     # 1e-3; there only the token's own, far smaller error tells the layers apart.
