@@ -49,15 +49,25 @@ def hidden_states(layout: StoreLayout, attributes: Mapping[str, Any]) -> Documen
     }
 
 
-def vector(length: int, data_type: str, attributes: Mapping[str, Any]) -> Document:
-    """The document of a small 1-D array in one chunk, `c.0`, with a crc32c."""
+def vector(
+    length: int, data_type: str, attributes: Mapping[str, Any], *, chunk: int | None = None, separator: str = "."
+) -> Document:
+    """The document of a 1-D array whose chunks are raw little-endian values and their crc32c.
+
+    Args:
+        length: number of elements.
+        data_type: Zarr's name of their type.
+        attributes: JSON values.
+        chunk: elements of a chunk; default: one chunk holds all.
+        separator: between `c` and the chunk's number in its key.
+    """
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": [length],
         "data_type": data_type,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length if chunk is None else chunk]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": separator}},
         "fill_value": 0,
         "codecs": list(_PLAIN),
         "attributes": dict(attributes),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hsx.stores.durable import store_error, sync_file, sync_folder, write_all
-from hsx.stores.tokens import ARRAYS, ATTRIBUTE, CHUNK, FORMAT, crc_bytes
+from hsx.stores import metadata
+from hsx.stores.durable import store_error, sync_folder, write_all, write_json
+from hsx.stores.tokens import ARRAYS, ATTRIBUTE, CHUNK, FORMAT, SEPARATOR, crc_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +144,9 @@ class TokenTableWriter:
         try:
             for name, array in self._arrays.items():
                 length = array.length
-                _write_metadata(self._partial, name, length, array.close(), {ATTRIBUTE: record} if name == "offsets" else {})
+                attributes = {ATTRIBUTE: record} if name == "offsets" else {}
+                document = metadata.vector(length, ARRAYS[name].name, attributes, chunk=array.close(), separator=SEPARATOR)
+                write_json(self._partial / name / metadata.METADATA, document)
                 sync_folder(self._partial / name / "c")
                 sync_folder(self._partial / name)
             self._publish()
@@ -152,10 +155,8 @@ class TokenTableWriter:
 
     def _publish(self) -> None:
         self._group.mkdir(parents=True, exist_ok=True)
-        if not (self._group / "zarr.json").exists():
-            import zarr
-
-            zarr.create_group(self._group, zarr_format=3)
+        if not (self._group / metadata.METADATA).exists():
+            write_json(self._group / metadata.METADATA, metadata.group({}))
         for name in reversed(ARRAYS):  # `offsets` first: from here on there is no index
             shutil.rmtree(self._group / name, ignore_errors=True)
         sync_folder(self._group)
@@ -173,23 +174,3 @@ class TokenTableWriter:
 
 def _partial(group: Path) -> Path:
     return group.with_name(group.name + ".index.partial")
-
-
-def _write_metadata(folder: Path, name: str, length: int, chunk: int, attributes: dict[str, Any]) -> None:
-    import zarr
-    from zarr.codecs import BytesCodec, Crc32cCodec
-
-    array_folder = folder / name
-    zarr.create_array(
-        array_folder,
-        shape=(length,),
-        chunks=(chunk,),
-        dtype=ARRAYS[name],
-        serializer=BytesCodec(endian="little"),
-        compressors=Crc32cCodec(),
-        filters=None,
-        fill_value=0,
-        attributes=attributes,
-        overwrite=False,
-    )
-    sync_file(array_folder / "zarr.json")

@@ -11,6 +11,7 @@ the group and renamed into it, `offsets` last: the index exists once `offsets` d
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import google_crc32c
 import numpy as np
 
+from hsx.core.layout import CRC_BYTES
 from hsx.errors import RunError
+from hsx.stores import metadata
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK: Final = 1 << 20  # elements of a chunk
-CRC_BYTES: Final = 4
 OPEN_CHUNKS: Final = 32  # chunk files kept open per array
 FORMAT: Final = "1"
 ATTRIBUTE: Final = "hsx_index"
@@ -38,6 +40,8 @@ ARRAYS: Final[dict[str, np.dtype[Any]]] = {
     "offsets": np.dtype("<i8"),
 }
 """The arrays in the order in which they are renamed into the group; the last one makes the index complete."""
+SEPARATOR: Final = "/"
+"""Between `c` and a chunk's number: chunk 3 of an array is the file `c/3`."""
 
 
 def crc_bytes(payload: bytes) -> bytes:
@@ -71,28 +75,29 @@ class _Chunk:
 
 
 class _Array:
-    """Slices of one 1-D array, read from its chunk files; each chunk's crc32c is checked when it is opened."""
+    """Slices of one 1-D array, read from its chunk files; each chunk's crc32c is checked when it is opened.
+
+    Its metadata is read without zarr, whose background event loop has no place in a run.
+    """
 
     def __init__(self, group: Path, name: str) -> None:
-        import zarr
-        from zarr.codecs import BytesCodec, Crc32cCodec
-
         self._folder = group / name
         self._dtype = ARRAYS[name]
         try:
-            array = zarr.open_array(self._folder, mode="r")
-        except Exception as error:
-            # zarr raises its own and the JSON parser's exceptions for damaged metadata
-            raise RunError("store_invalid", f"{self._folder}: no readable Zarr array: {error}") from error
-        codecs = [type(codec) for codec in getattr(array.metadata, "codecs", ())]
-        if array.dtype != self._dtype or array.ndim != 1 or codecs != [BytesCodec, Crc32cCodec]:
+            document: Any = json.loads((self._folder / metadata.METADATA).read_bytes())
+            (self.length,) = document["shape"]
+            (self._chunk,) = document["chunk_grid"]["configuration"]["chunk_shape"]
+            self.attributes: dict[str, Any] = dict(document["attributes"])
+            wanted = metadata.vector(self.length, self._dtype.name, self.attributes, chunk=self._chunk, separator=SEPARATOR)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                "store_invalid",
-                f"{self._folder}: {array.dtype} {array.shape} {codecs}; expected 1-D {self._dtype}, bytes and crc32c",
-            )
-        self.length = int(array.shape[0])
-        self.attributes: dict[str, Any] = dict(array.attrs)
-        self._chunk = int(array.chunks[0])
+                "store_invalid", f"{self._folder}: no readable Zarr array: {type(error).__name__}: {error}"
+            ) from error
+        differing = [key for key in wanted if document.get(key) != wanted[key]]
+        if differing:
+            found = {key: document.get(key) for key in differing}
+            expected = {key: wanted[key] for key in differing}
+            raise RunError("store_invalid", f"{self._folder}: array has {found}; expected {expected}")
         self._open: OrderedDict[int, _Chunk] = OrderedDict()
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
