@@ -78,6 +78,7 @@ python = "{python}"
 args = [
   "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none",
   "--max-total-tokens", "16384", "--chunked-prefill-size", "256", "--disable-radix-cache", "--skip-server-warmup",
+  "--sleep-on-idle",
 ]
 env = {{ SGLANG_USE_CPU_ENGINE = "1", HF_HUB_OFFLINE = "1", OMP_NUM_THREADS = "{threads}" }}"""
 

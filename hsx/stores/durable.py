@@ -74,15 +74,6 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def sync_file(path: Path) -> None:
-    """Makes the content of a file durable that somebody else has written. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def make_folder(path: Path) -> None:
     """Creates a folder, durably; one that is there is fine. The parent must exist. Raises OSError."""
     with suppress(FileExistsError):

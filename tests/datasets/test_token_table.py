@@ -186,7 +186,7 @@ def test_array_of_another_form_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "store/loss_mask/zarr.json"
     metadata = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**metadata, "data_type": "int8"}), encoding="utf-8")
-    with pytest.raises(RunError, match="int8.*expected.*uint8") as caught:
+    with pytest.raises(RunError, match=r"int8.*expected.*uint8") as caught:
         TokenTable(tmp_path / "store")
     assert caught.value.kind == "store_invalid"
 

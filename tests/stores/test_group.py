@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import zarr
+import zarr.codecs
 
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
