@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+SAMPLES = 60
+CONCURRENCY = 4
 FIRST = "-0-1-"
 """Part of the marker of sample 0's first attempt, and of no canary's."""
 
@@ -43,7 +45,7 @@ def finish(job: TinyJob) -> None:
     done = hsx_done(job.loaded.path, "run")
     assert done.process.returncode == ExitCode.DONE, done.error()
     after = attempts_of_committed(job)
-    assert sorted(after) == list(range(12))
+    assert sorted(after) == list(range(SAMPLES))
     assert before.items() <= after.items(), "a committed sample was asked for again"
     assert wrong_samples(job.loaded) == []
     with job.ledger() as ledger:
@@ -54,27 +56,30 @@ def finish(job: TinyJob) -> None:
 async def test_one_signal_lets_everything_under_way_be_committed(
     tmp_path: Path, server: RunningServer, number: signal.Signals
 ) -> None:
-    job = make_job(tmp_path, server=server)
+    job = make_job(tmp_path, samples=SAMPLES, longest=40, server=server, pipeline={"concurrency": CONCURRENCY})
     held = (await server.struck()).get("hold", 0)
     await server.fault("hold", count=-1, match=FIRST)
     with hsx_running(job.loaded.path, "run") as running:
         await wait_for_hold(server, running, held)
         running.send(number)
         under_way = running.wait_for("run.draining")["attempts"]
-        assert 1 <= under_way < 12
-        assert attempts_of_committed(job) == {}
+        assert under_way >= 1
+        assert 0 not in attempts_of_committed(job)
         assert running.process.poll() is None, "it did not wait for what is under way"
         await server.clear_faults()
         assert running.wait() == ExitCode.INTERRUPTED
     assert "[interrupted]" in running.error()
-    assert len(attempts_of_committed(job)) == under_way
+    committed = attempts_of_committed(job)
+    assert 0 in committed
+    # A few may have been done before the first one came to the server; none was begun after the signal.
+    assert under_way <= len(committed) < SAMPLES
     assert wrong_samples(job.loaded) == []
     finish(job)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 async def test_a_second_signal_waits_for_nothing(tmp_path: Path, server: RunningServer, number: signal.Signals) -> None:
-    job = make_job(tmp_path, server=server)
+    job = make_job(tmp_path, samples=SAMPLES, longest=40, server=server, pipeline={"concurrency": CONCURRENCY})
     held = (await server.struck()).get("hold", 0)
     await server.fault("hold", count=-1, match=FIRST)
     with hsx_running(job.loaded.path, "run") as running:
@@ -86,6 +91,6 @@ async def test_a_second_signal_waits_for_nothing(tmp_path: Path, server: Running
         assert running.wait() == ExitCode.INTERRUPTED
     assert "[interrupted]" in running.error()
     assert "Traceback" not in running.log.read_text()
-    assert attempts_of_committed(job) == {}
+    assert 0 not in attempts_of_committed(job)
     await server.clear_faults()
     finish(job)
