@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hsx.core.placement import RootSpace, choose
 from hsx.errors import RunError
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from hsx.core.marker import Marker
     from hsx.ports import Commit, Ledger, Observer, Receipt, Root, Samples, View
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Writer:
         self._samples = samples
         self._settings = settings
         self._pending = dict.fromkeys(self._roots, 0)
+        self._settled = asyncio.Event()
         self._lost: dict[str, RunError] = {}
         self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[bool]] | None] = asyncio.Queue()
         self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
@@ -97,9 +101,19 @@ class Writer:
                 self._lose(root.name, error)
             finally:
                 self._pending[root.name] -= size
+                self._settled.set()
 
     async def _place(self, size: int) -> Root:
         """Chooses a root and books `size` bytes on it."""
+        while (root := await self._find_room(size)) is None:
+            # A shard that is being written is counted twice, as promised and as taken, so there may be room once it is done.
+            await self._settled.wait()
+        self._pending[root.name] += size
+        return root
+
+    async def _find_room(self, size: int) -> Root | None:
+        """The root to take; None while there is no room and shards are being written. Raises RunError when there is none."""
+        self._settled.clear()
         free = await asyncio.get_running_loop().run_in_executor(self._sync_threads, self._measure)
         spaces = []
         for name, found in free.items():
@@ -111,8 +125,9 @@ class Writer:
             spaces.append(RootSpace(name, space, reserve, self._pending[name], usable=name not in self._lost))
         chosen = choose(spaces, size)
         if chosen is not None:
-            self._pending[chosen] += size
             return self._roots[chosen]
+        if any(self._pending.values()):
+            return None
         rooms = "; ".join(f"{s.name}: {'out of service' if not s.usable else f'{s.room} bytes of room'}" for s in spaces)
         kind = "root_unusable" if len(self._lost) == len(self._roots) else "roots_full"
         reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
@@ -144,7 +159,8 @@ class Writer:
         """Commits groups until `close`; what was queued before that is still committed."""
         while group := await self._next_group():
             try:
-                lost = await self._commit([entry for entry, _ in group])
+                # Whole, whatever comes: a sample that is committed and not shown would look damaged until the next run.
+                lost = await _finish(asyncio.ensure_future(self._commit([entry for entry, _ in group])))
             except RunError as error:
                 for _, done in group:
                     if not done.done():
@@ -238,8 +254,8 @@ class Writer:
         self._observer.error_met(error.kind, error.message)
 
 
-async def _finish(work: asyncio.Future[Receipt]) -> Receipt:
-    """Awaits thread work to its end, even through a cancellation, which is raised again afterwards."""
+async def _finish(work: asyncio.Future[T]) -> T:
+    """Awaits work to its end, even through a cancellation, which is raised again afterwards."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
