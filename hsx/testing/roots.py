@@ -1,0 +1,60 @@
+"""Roots that fail on command, around real ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hsx.errors import RunError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.core.marker import Marker
+    from hsx.ports import Receipt, Root
+
+
+class FailingRoot:
+    """A root whose disk can break; implements `hsx.ports.Root`.
+
+    Args:
+        root: the real root behind it.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.failing: set[str] = set()
+        """Names of the methods that fail from now on, as they do after EIO."""
+
+    def _pass(self, method: str) -> None:
+        if method in self.failing:
+            raise RunError("root_unusable", f"root {self.name}: {method} failed: Input/output error")
+
+    @property
+    def name(self) -> str:
+        """See the port."""
+        return self._root.name
+
+    def free(self) -> int:
+        """See the port."""
+        self._pass("free")
+        return self._root.free()
+
+    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
+        """See the port."""
+        self._pass("write")
+        return self._root.write(index, marker, states)
+
+    def sync(self) -> None:
+        """See the port."""
+        self._pass("sync")
+        self._root.sync()
+
+    def discard(self, index: int) -> None:
+        """See the port."""
+        self._pass("discard")
+        self._root.discard(index)
+
+    def sweep(self) -> int:
+        """See the port."""
+        return self._root.sweep()
