@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hsx.progress_view import ProgressView
 
 STATUS_EVERY_S = 5.0
+STARTING_EVERY_S = 0.5
 INDEXING_TIMEOUT_S = 120.0
 """How long a service manager should wait for the next word while the dataset is read."""
 STAGED_PER_REQUEST = 16
@@ -255,13 +256,14 @@ class Run:
         """Feeds the progress view and the service manager's status line."""
         every = min(STATUS_EVERY_S, self._progress.interval_s if self._progress else STATUS_EVERY_S)
         while True:
+            self._telemetry.engine_waiting(self._supervisor.situation)
             snapshot = self._telemetry.snapshot()
             if self._progress:
                 self._progress.update(snapshot)
             self._notifier.status(summary_line(snapshot))
             if self._interrupted:
                 self._notifier.extend_timeout(deadline_s(self._progress_limits, self._admission.in_flight.tokens))
-            await asyncio.sleep(every)
+            await asyncio.sleep(min(every, STARTING_EVERY_S) if self._supervisor.epoch is None else every)
 
     def _facts(self) -> dict[str, Any]:
         config = self._loaded.config

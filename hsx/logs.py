@@ -38,6 +38,7 @@ EVENTS: Final[dict[str, tuple[Level, str]]] = {
     "sample.quarantined": ("error", "an attempt failed for good; marker, reason, evidence"),
     "invariant.violated": ("warning", "an invariant does not hold; invariant, evidence, and the marker unless it is the run's"),
     "engine.state_changed": ("info", "the engine's life took a step; state and reason"),
+    "engine.waiting": ("info", "what the engine waits for while it comes up; reason"),
     "engine.restarted": ("error", "the epoch is void and a restart follows; reason, evidence, samples requeued, delay"),
     "epoch.began": ("info", "a server passed the boot gate; `continued` where an earlier run had used it"),
     "error.met": ("error", "anything else that went wrong; kind and message"),

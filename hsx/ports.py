@@ -181,6 +181,11 @@ class EngineOwner(Protocol):
         """Whether `start` after `stop` brings a new server; False where hsx only attaches."""
         ...
 
+    @property
+    def situation(self) -> str:
+        """What `start` is doing or waiting for, in words for people."""
+        ...
+
     async def start(self) -> EpochRecord:
         """Starts a server, or finds the running one, and returns its record as soon as the process has written it.
 

@@ -49,6 +49,8 @@ def summary_line(snapshot: dict[str, Any]) -> str:
     ):
         if count:
             parts.append(f"{words} {count}")
+    if engine["waiting_for"]:
+        parts.append(f"waiting: {engine['waiting_for']}")
     left = progress["eta"]["seconds"]
     if left is not None:
         parts.append(f"left {duration(left)}")

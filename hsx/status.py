@@ -101,7 +101,8 @@ def _ready(engine: dict[str, Any]) -> dict[str, Any]:
     """Ready means that samples flow: the engine passed its boot gate."""
     if engine["state"] == State.READY.value:
         return {"ok": True, "reason": ""}
-    because = f": {engine['reason']}" if engine["reason"] else ""
+    why = engine["waiting_for"] or engine["reason"]
+    because = f": {why}" if why else ""
     return {"ok": False, "reason": f"engine is {engine['state']}{because}"}
 
 

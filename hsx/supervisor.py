@@ -69,11 +69,17 @@ class Supervisor:
         self._state = State.STOPPED
         self._epoch: LiveEpoch | None = None
         self._changed = asyncio.Event()
+        self._failed_starts = 0
 
     @property
     def state(self) -> State:
         """Where the engine is in its life."""
         return self._state
+
+    @property
+    def situation(self) -> str:
+        """What the engine waits for while it is coming up; "" otherwise."""
+        return self._parts.owner.situation if self._state is State.STARTING else ""
 
     @property
     def epoch(self) -> LiveEpoch | None:
@@ -115,7 +121,9 @@ class Supervisor:
                 self._go(Event.REFUSED, error.message)
                 raise RunError(error.kind, error.message) from error
             self._go(Event.VOIDED, error.message)
+            self._failed_starts += 1
             return Violation("alive", error.message), 0
+        self._failed_starts = 0
         self._epoch = epoch
         self._go(Event.GATE_PASSED)
         self._parts.observer.epoch_began(epoch.id, continued)
@@ -180,12 +188,14 @@ class Supervisor:
 
     async def _back_off(self, violation: Violation, interrupted: int) -> None:
         delay = self._policy.next_delay(self._parts.clock.monotonic(), random.random())
-        if delay is None:
+        # Starts that take as long as the budget's window would never be two in one window.
+        if delay is None or self._failed_starts > self._policy.budget:
             self._go(Event.BUDGET_SPENT, violation.evidence)
             raise RunError(
                 "restart_budget",
                 f"the server needed more restarts than the budget allows ({self._policy.used} in the window, "
-                f"watchdog.restart_budget); the last reason: {violation.invariant}: {violation.evidence}",
+                f"{self._failed_starts} failed starts in a row; watchdog.restart_budget is {self._policy.budget}); "
+                f"the last reason: {violation.invariant}: {violation.evidence}",
             )
         self._parts.observer.engine_restarted(violation.invariant, violation.evidence, interrupted, delay)
         await self._parts.clock.sleep(delay)

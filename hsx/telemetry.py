@@ -63,6 +63,7 @@ class Telemetry:
         self._violations: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         self._engine = (State.STOPPED.value, "", self._began_wall)
+        self._waiting = ""
         self._epoch: dict[str, Any] = {"id": "", "continued": False, "count": 0}
         self._in_flight = {"requests": 0, "tokens": 0}
         self._staging_bytes = 0
@@ -148,6 +149,13 @@ class Telemetry:
         self._engine = (name, reason, self._wall())
         self.log.info("engine.state_changed", state=name, reason=reason)
 
+    def engine_waiting(self, situation: str) -> None:
+        """What the engine waits for while it is coming up; "" once it is not. Logged when it changes."""
+        if situation != self._waiting:
+            self._waiting = situation
+            if situation:
+                self.log.info("engine.waiting", reason=situation)
+
     def engine_restarted(self, reason: str, evidence: str, requeued: int, delay_s: float) -> None:
         """The epoch was voided, and a restart follows after `delay_s` seconds; `requeued` samples went back to the queue."""
         self._restarts[reason] += 1
@@ -212,6 +220,7 @@ class Telemetry:
             "engine": {
                 "state": state,
                 "reason": reason,
+                "waiting_for": self._waiting,
                 "since": since,
                 "epoch": dict(self._epoch),
                 "restarts": {

@@ -51,6 +51,11 @@ class RestartPolicy:
         return delay * (1 + limits.jitter * (2 * uniform - 1))
 
     @property
+    def budget(self) -> int:
+        """Restarts allowed within the window."""
+        return self._limits.budget
+
+    @property
     def used(self) -> int:
         """Restarts granted within the window, as of the last decision."""
         return len(self._times)

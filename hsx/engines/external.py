@@ -37,7 +37,7 @@ class ExternalOwner:
         self._wait_s = wait_s
         self._poll_s = poll_s
         self._record: EpochRecord | None = None
-        self._situation = "not looked yet"
+        self._situation = ""
 
     @property
     def restarts(self) -> bool:
@@ -46,7 +46,7 @@ class ExternalOwner:
 
     @property
     def situation(self) -> str:
-        """What the last look for a server found, in a sentence; for logs and the status document."""
+        """What the last look for a server found, in a sentence; "" before the first."""
         return self._situation
 
     async def start(self) -> EpochRecord:

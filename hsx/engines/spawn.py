@@ -67,6 +67,11 @@ class SpawnOwner:
         """See the port."""
         return True
 
+    @property
+    def situation(self) -> str:
+        """See the port."""
+        return f"the server is coming up; its output goes to {self._plan.log_file}"
+
     async def start(self) -> EpochRecord:
         """See the port.
 

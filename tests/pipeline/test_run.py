@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ import pytest
 from hsx.app import run_job
 from hsx.config_load import load
 from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
 from hsx.locks import locked
 from hsx.stores.ledger_schema import FILE_NAME
+from hsx.testing.commands import hsx_running
 from hsx.testing.servers import reference_server, tiny_config
 from hsx.testing.truth import wrong_samples
 
@@ -131,5 +134,21 @@ async def test_a_server_with_too_small_a_context_is_refused(job_of: Callable[...
 async def test_without_a_server_the_run_ends_and_says_so(job_of: Callable[..., TinyJob]) -> None:
     job = job_of(engine={"start_timeout_s": 0.3}, watchdog={"restart_budget": 1, "backoff_first_s": 0.01})
     with pytest.raises(RunError, match="server") as caught:
+        await job.run()
+    assert caught.value.kind == "restart_budget"
+
+
+def test_a_run_that_waits_for_a_server_says_what_it_waits_for(job_of: Callable[..., TinyJob]) -> None:
+    job = job_of(engine={"start_timeout_s": 3600.0})
+    with hsx_running(job.loaded.path, "run") as running:
+        assert "hsx serve" in running.wait_for("engine.waiting")["reason"]
+        running.send(signal.SIGTERM)
+        assert running.wait() == ExitCode.INTERRUPTED
+
+
+async def test_starts_that_fail_in_a_row_are_counted_whatever_the_window(job_of: Callable[..., TinyJob]) -> None:
+    watchdog = {"restart_budget": 2, "restart_window_s": 0.001, "backoff_first_s": 0.01}
+    job = job_of(engine={"start_timeout_s": 0.1}, watchdog=watchdog)
+    with pytest.raises(RunError, match="3 failed starts in a row") as caught:
         await job.run()
     assert caught.value.kind == "restart_budget"
