@@ -14,7 +14,7 @@ KINDS: Final[dict[str, str]] = {
     # the job's own files
     "config_unreadable": "the job file cannot be read or is not TOML",
     "config_invalid": "a key of the job file is unknown, missing, of the wrong type or out of range",
-    "config_conflict": "two settings of the job file contradict each other",
+    "config_conflict": "two settings contradict each other, or a folder or file that one of them names is missing",
     "job_changed": "the store or ledger was made by a job with other settings, or they belong to different jobs",
     "job_locked": "another hsx holds the job, its store or its dump directory",
     "ledger_failed": "the ledger cannot be read or written",
@@ -41,7 +41,10 @@ KINDS: Final[dict[str, str]] = {
     "staging_full": "the server could not write a dump: the dump directory is full or failing",
     "server_full": "the server's queue is full (HTTP 503)",
     "capture_off": "the capture plugin is absent, failed to install or reports another spec",
-    "epoch_void": "the epoch was declared void while this was under way",
+    "epoch_void": (
+        "the epoch was declared void while this was under way, or the server was voided in an earlier run "
+        "and has to be restarted"
+    ),
     "epoch_unknown": "no epoch record matches the server",
     # the job
     "root_unusable": "a root is missing, is not the root it was, or cannot be written",

@@ -115,9 +115,14 @@ def test_a_unit_does_not_wait_out_the_load_of_the_model() -> None:
 def test_the_mount_is_named_after_its_place() -> None:
     where = settings("srv-hsx-dumps.mount", "Mount")["Where"][0]
     assert where.strip("/").replace("/", "-") == "srv-hsx-dumps"
-    assert settings("hsx.service", "Unit")["RequiresMountsFor"] == [where]
     assert settings("hsx-sglang.service", "Unit")["RequiresMountsFor"] == [where]
     assert str(load(DEPLOY / "hsx.example.toml").dump_dir) == where
+
+
+def test_hsx_waits_for_the_mounts_of_the_tmpfs_and_of_every_root() -> None:
+    loaded = load(DEPLOY / "hsx.example.toml")
+    (required,) = settings("hsx.service", "Unit")["RequiresMountsFor"]
+    assert required.split() == [str(loaded.dump_dir), *(str(root.path.parent) for root in loaded.roots)]
 
 
 def test_every_place_of_the_example_can_be_written_by_its_unit() -> None:
