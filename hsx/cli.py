@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -26,8 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What follows "--" belongs to the server, whatever it looks like; argparse would mix it with our own arguments.
     cut = given.index("--") if "--" in given else len(given)
     parser = build_parser()
-    args = parser.parse_args(given[:cut])
+    args, unknown = parser.parse_known_args(given[:cut])
     args.rest = given[cut + 1 :]
+    if unknown and args.command == "serve":
+        moved = shlex.join([*unknown, *args.rest])
+        parser.error(f"the server's arguments go after --: hsx serve {shlex.quote(args.job)} -- {moved}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.rest and args.command != "serve":
         parser.error(f"{args.command} takes no arguments after --")
     try:

@@ -107,7 +107,8 @@ def _capture(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding
     # Without the model, only what holds for any: a model deeper than the highest layer asked for.
     layers = shape.layers if shape else max((*spec.layers, 1)) + 1
     for problem in spec.problems(layers):
-        yield Finding("error", "capture.layers", problem)
+        key, _, message = problem.partition(" ")  # each sentence begins with its key
+        yield Finding("error", key, message)
 
 
 def _lengths(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:
@@ -152,17 +153,19 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
         )
     if "staging.dump_dir" in places.by_key:
         path, place = places.by_key["staging.dump_dir"]
+        lies = "is on" if place.existing == path else "does not exist and would be made on"
         if place.kind and place.kind not in MEMORY_KINDS:
+            kind = place.kind if place.existing == path else f"{place.kind}, in {place.existing}"
             yield Finding(
                 "warning",
                 "staging.dump_dir",
-                f"{path} is on {place.kind}; expected a tmpfs: every dump would go to a disk twice",
+                f"{path} {lies} {kind}; expected a tmpfs: every dump would go to a disk twice",
             )
         if size is not None and place.total < size:
             yield Finding(
                 "error",
                 "staging.dump_dir",
-                f"{path} is on a file system of {place.total} bytes; expected at least {size}, the dump of a sample of "
+                f"{path} {lies} a file system of {place.total} bytes; expected at least {size}, the dump of a sample of "
                 f"{tokens} tokens",
             )
         elif place.total < budget:
@@ -216,6 +219,8 @@ def _overlaps(loaded: LoadedConfig) -> Iterator[Finding]:
 def _inputs(loaded: LoadedConfig) -> Iterator[Finding]:
     if not loaded.dataset.exists():
         yield Finding("error", "dataset.path", f"{loaded.dataset} does not exist")
+    elif loaded.dataset.is_dir():
+        yield Finding("error", "dataset.path", f"{loaded.dataset} is a folder; expected a JSONL file")
     if loaded.chat_template is not None and not loaded.chat_template.is_file():
         yield Finding("error", "dataset.chat_template", f"{loaded.chat_template} is not a file")
 
@@ -227,7 +232,7 @@ def _writable(places: _Places) -> Iterator[Finding]:
             yield Finding("error", key, f"{path} cannot be written: {place.obstacle}")
         elif key.startswith("roots[") and place.existing != path:
             # hsx never makes a root: on an unmounted disk's mount point it would fill the system disk instead.
-            yield Finding("error", key, f"{path} does not exist; make it, or mount the disk")
+            yield Finding("error", key, f"{path} does not exist; mount its disk, or make the folder on that disk")
 
 
 def _state_dir(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:

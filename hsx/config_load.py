@@ -99,14 +99,24 @@ def load(path: str | os.PathLike[str]) -> LoadedConfig:
     """
     file = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links, and absolute() keeps ".."
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError("config_unreadable", [f"{path}: cannot be read: {error.strerror or error}"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError("config_unreadable", [f"{path}: is not UTF-8 text: {error.reason} at byte {error.start}"]) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("config_unreadable", [f"{path}: is not TOML: {error}"]) from error
+        raise ConfigError("config_unreadable", [f"{path}: is not TOML: {error}{_line_of(error, text)}"]) from error
     return resolve(decode(document, str(path)), file)
+
+
+def _line_of(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """The line that the parser stopped at, for the message; "" at the end of the file."""
+    place = re.search(r"\(at line ([0-9]+), column [0-9]+\)$", str(error))
+    lines = text.split("\n")
+    if place is None or int(place[1]) > len(lines):
+        return ""
+    return f": {_shown(lines[int(place[1]) - 1].strip())}"
 
 
 def decode(document: dict[str, Any], name: str) -> Config:
@@ -189,11 +199,12 @@ class _Decoder:
         known = {field.encode_name: field for field in fields(section)}
         for name in [name for name in found if name not in known]:
             self._problem(_join(key, name), found[name], self._unknown(name, list(known), key))
+        meant = {near for name in found if name not in known for near in _near(name, list(known))}
         for name, field in known.items():
             where = _join(key, name)
             if name in found:
                 self._field(found[name], field, section, where)
-            elif field.required:
+            elif field.required and name not in meant:  # else the question whether it was meant says it
                 self.problems.append(f"{self._name}: {where} is missing; expected {_wanted(field.type)}")
 
     def _field(self, value: object, field: FieldInfo, section: type[Section], key: str) -> None:
@@ -205,6 +216,9 @@ class _Decoder:
         if item is not None and isinstance(value, list) and value:
             for number, entry in enumerate(value):
                 self.table(entry, item, f"{key}[{number}]")
+            return
+        if item is not None and isinstance(value, dict):
+            self._problem(key, value, f"write [[{key}]], with two brackets")
             return
         if isinstance(value, float) and not math.isfinite(value):
             self._problem(key, value, "expected a finite number")
@@ -218,7 +232,7 @@ class _Decoder:
             self._problem(key, value, "expected text that is not empty")
 
     def _unknown(self, name: str, known: list[str], key: str) -> str:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = _near(name, known)
         if near:
             return f"unknown key; did you mean {_join(key, near[0])}?"
         elsewhere = [place for place in _all_keys() if place.rpartition(".")[2] == name]
@@ -228,6 +242,11 @@ class _Decoder:
 
     def _problem(self, key: str, value: object, expected: str) -> None:
         self.problems.append(f"{self._name}: {key or 'the file'} = {_shown(value)}: {expected}")
+
+
+def _near(name: str, known: list[str]) -> list[str]:
+    """The known name that an unknown one looks like, if there is one."""
+    return difflib.get_close_matches(name, known, n=1)
 
 
 def _join(key: str, name: str) -> str:

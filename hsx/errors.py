@@ -18,6 +18,7 @@ KINDS: Final[dict[str, str]] = {
     "job_changed": "the store or ledger was made by a job with other settings, or they belong to different jobs",
     "job_locked": "another hsx holds the job, its store or its dump directory",
     "ledger_failed": "the ledger cannot be read or written",
+    "not_run_yet": "the job has no ledger or store yet",
     # the dataset
     "dataset_unreadable": "the dataset file cannot be opened, decompressed or decoded",
     "dataset_rejected": "the dataset has bad rows and on_bad_row is 'refuse'",

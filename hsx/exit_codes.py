@@ -39,6 +39,7 @@ _BY_KIND: Final[dict[str, ExitCode]] = {
     "config_conflict": ExitCode.REFUSED,
     "usage": ExitCode.REFUSED,
     "job_changed": ExitCode.REFUSED,
+    "not_run_yet": ExitCode.REFUSED,
     "dataset_unreadable": ExitCode.REFUSED,
     "dataset_rejected": ExitCode.REFUSED,
     "dataset_empty": ExitCode.REFUSED,

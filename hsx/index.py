@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SHOWN: Final = 50
 BAD_ROWS_FILE: Final = "bad-rows.jsonl"
 PROGRESS_ROWS: Final = 1000
+ADD_IDS: Final = "no row has an 'id': add a field 'id' to every row, a string or an integer that no other row has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class IndexSummary:
     longest: int
     rejected: int
     histogram: dict[int, int]
+
+
+def lacks_id(row: BadRow) -> bool:
+    """Whether the row is bad because its field 'id' is missing, null or empty."""
+    return row.reason == "missing_field" and row.message.startswith("field 'id' ")
 
 
 def bucket_of(tokens: int) -> int:
@@ -86,7 +92,9 @@ def build_index(
         if bad.count and on_bad_row == "refuse":
             raise RunError("dataset_rejected", bad.message(rows))
         if not samples:
-            reason = f"; all {rows} rows are bad, see {bad.path}" if bad.count else ""
+            all_bad = "the only row is bad" if rows == 1 else f"all {rows} rows are bad"
+            reason = f"; {all_bad}, see {bad.path}" if bad.count else ""
+            reason += f"; {ADD_IDS}" if bad.count and bad.unnamed == rows else ""
             raise RunError("dataset_empty", f"the dataset has no usable row; expected at least one{reason}")
         summary = IndexSummary(samples, tokens, longest, bad.count, dict(sorted(histogram.items())))
         writer.finish(
@@ -110,6 +118,7 @@ class _BadRows:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
+        self.unnamed = 0
         self._first: list[BadRow] = []
         self._file: TextIO | None = None
 
@@ -129,6 +138,7 @@ class _BadRows:
         with self._translated():
             self._file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
         self.count += 1
+        self.unnamed += lacks_id(row)
         if len(self._first) < SHOWN:
             self._first.append(row)
 
@@ -147,7 +157,10 @@ class _BadRows:
             raise RunError("ledger_failed", f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def message(self, rows: int) -> str:
-        lines = [f"{self.count} of {rows} rows are bad (all listed in {self.path}; on_bad_row = 'skip' leaves them out):"]
+        one = self.count == 1
+        advice = ADD_IDS if self.unnamed == rows else f"on_bad_row = 'skip' leaves {'it' if one else 'them'} out"
+        bad = f"{self.count} of {rows} row{'' if rows == 1 else 's'} {'is' if one else 'are'} bad"
+        lines = [f"{bad} (all listed in {self.path}; {advice}):"]
         for row in self._first:
             name = f" id {row.sample_id!r}" if row.sample_id else ""
             lines.append(f"  line {row.line}{name}: {row.reason}: {row.message}")

@@ -32,6 +32,9 @@ def read_model_shape(path: Path) -> ModelShape:
     Raises:
         RunError: `model_unreadable`, naming the file and the key.
     """
+    if not path.is_dir():
+        state = "is not a folder" if path.exists() else "does not exist"
+        raise RunError("model_unreadable", f"{path} {state}; expected a local folder; hub names are not downloaded")
     file = path / "config.json"
     config = _load(file)
     where = ""

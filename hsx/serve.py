@@ -125,6 +125,7 @@ def plan_launch(config: Config, args: Sequence[str], found: Environment) -> Laun
     port_text = _last(given, ("--port",)) or str(config.engine.port)
     if not port_text.isdecimal() or not 1 <= int(port_text) <= 65535:
         problems.append(f"--port is {port_text!r}; expected 1 to 65535")
+    problems += _address_problems(config, given)
     if problems:
         raise RunError("serve_refused", "the server cannot be started for capture:\n" + "\n".join(f"  {p}" for p in problems))
     model = _last(given, _MODEL) or config.model.path
@@ -248,6 +249,19 @@ def _model_problems(config: Config, given: list[tuple[str, str | None]]) -> list
     revision = _last(given, ("--revision",))
     if revision is not None and revision != config.model.revision:
         problems.append(f"--revision is {revision!r}; expected {config.model.revision!r}, the job's model.revision")
+    return problems
+
+
+def _address_problems(config: Config, given: list[tuple[str, str | None]]) -> list[str]:
+    engine, problems = config.engine, []
+    port = _last(given, ("--port",))
+    if port is not None and port.isdecimal() and 1 <= int(port) <= 65535 and int(port) != engine.port:
+        problems.append(f"--port is {port}, engine.port of the job file is {engine.port}; hsx would wait for the other one")
+    host = _last(given, ("--host",))
+    # A server on all addresses answers on engine.host, too.
+    everywhere = "::" if ":" in engine.host else "0.0.0.0"  # noqa: S104 - compared, not bound
+    if host is not None and host not in (engine.host, everywhere):
+        problems.append(f"--host is {host}, engine.host of the job file is {engine.host}; hsx would wait for the other one")
     return problems
 
 

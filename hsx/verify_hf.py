@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hsx.errors import RunError
@@ -16,7 +17,6 @@ from hsx.stores.reader import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from os import PathLike
-    from pathlib import Path
 
     import torch
     from torch import Tensor
@@ -91,6 +91,17 @@ class HfReport:
         return {"ok": self.ok, "worst": self.worst, **asdict(self)}
 
 
+def require_model(path: str | PathLike[str]) -> None:
+    """Raises RunError `model_unreadable` where `path` is no model folder; transformers would take it for a hub name."""
+    folder = Path(path)
+    wanted = "expected a local model folder with config.json"
+    if not folder.exists():
+        raise RunError("model_unreadable", f"{path} does not exist; {wanted}")
+    if not (folder / "config.json").is_file():
+        found = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise RunError("model_unreadable", f"{path} {found}; {wanted}")
+
+
 class HfModel:
     """A model in float32 whose residual stream is read with hooks.
 
@@ -103,6 +114,7 @@ class HfModel:
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
+        require_model(path)
         try:
             import torch
             import transformers

@@ -13,6 +13,7 @@ from hsx.commands.output import emit, emit_json
 from hsx.commands.toml_text import to_toml
 from hsx.config_load import load
 from hsx.config_schema import schema_text
+from hsx.datasets import longest_allowed
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 
@@ -28,9 +29,11 @@ def run(args: argparse.Namespace) -> int:
     if args.job is None:
         raise RunError("usage", "hsx check needs a job file, or --schema")
     loaded = load(args.job)
-    _, findings = examine(loaded)
+    shape, findings = examine(loaded)
     ok = all(finding.level != "error" for finding in findings)
     config = msgspec.to_builtins(loaded.config)
+    if shape is not None:
+        config["dataset"]["max_tokens"] = longest_allowed(loaded.config, shape)
     if args.json:
         emit_json({"ok": ok, "findings": [asdict(finding) for finding in findings], "config": config})
     else:

@@ -37,6 +37,16 @@ def _longest(loaded: LoadedConfig) -> int | None:
         return ledger.longest()
 
 
+def require_begun(loaded: LoadedConfig) -> None:
+    """Raises RunError `not_run_yet` where the job has neither ledger nor store."""
+    ledger = loaded.state_dir / FILE_NAME
+    if not ledger.exists() and not loaded.store.exists():
+        raise RunError(
+            "not_run_yet",
+            f"this job has not been run yet; start it with hsx run {loaded.path} (neither {ledger} nor {loaded.store} exists)",
+        )
+
+
 def load_fit(path: str) -> tuple[LoadedConfig, list[Finding]]:
     """A job file without errors, and the warnings on it.
 

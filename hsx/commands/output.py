@@ -21,6 +21,11 @@ def emit_json(document: object) -> None:
     emit(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode())
 
 
+def plural(count: int, noun: str) -> str:
+    """The count with its noun: `1 row`, `2 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns padded to their widest cell; numbers to the right."""
     cells = [[str(cell) for cell in row] for row in rows]

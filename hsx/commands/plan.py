@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsx.commands.job import load_fit
-from hsx.commands.output import emit, emit_json, table
+from hsx.commands.output import emit, emit_json, plural, table
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
 from hsx.disks import Disks
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.index import ADD_IDS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
 from hsx.ports import BadRow
@@ -82,21 +83,24 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], 
 
     Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
     """
-    lengths, bad, rejected = array("q"), list[BadRow](), 0
+    lengths, bad, rejected, unnamed = array("q"), list[BadRow](), 0, 0
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
             continue
         rejected += 1
+        unnamed += lacks_id(row)
         if len(bad) < BAD_ROWS_SHOWN:
             bad.append(row)
     if rejected and loaded.config.dataset.on_bad_row == "refuse":
         lines = [f"line {row.line}: {row.reason}: {row.message}" for row in bad]
         more = [f"... and {rejected - len(bad)} more"] if rejected > len(bad) else []
-        head = f"{loaded.dataset} has {rejected} bad rows; on_bad_row = 'skip' leaves them out"
+        leave = f"on_bad_row = 'skip' leaves {'it' if rejected == 1 else 'them'} out"
+        head = f"{loaded.dataset} has {plural(rejected, 'bad row')}; {leave if lengths or unnamed < rejected else ADD_IDS}"
         raise RunError("dataset_rejected", "\n".join([head, *lines, *more]))
     if not lengths:
-        raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one")
+        hint = f"; {ADD_IDS}" if rejected and unnamed == rejected else ""
+        raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one{hint}")
     return np.frombuffer(lengths, np.int64), rejected
 
 
@@ -105,13 +109,13 @@ def _nothing_left(as_json: bool, counts: Counts | None) -> int:
     if as_json:
         emit_json({"samples": 0, "tokens": 0, "fits": True, "committed": committed})
     else:
-        emit(f"nothing is left to do: {committed} samples are committed")
+        emit(f"nothing is left to do: {plural(committed, 'sample')} {'is' if committed == 1 else 'are'} committed")
     return ExitCode.DONE
 
 
 def describe(result: Plan, counts: Counts | None) -> str:
     """The plan as text."""
-    lines = [f"committed  {counts.committed} samples; what follows is what is left"] if counts else []
+    lines = [f"committed  {plural(counts.committed, 'sample')}; what follows is what is left"] if counts else []
     lines += [
         f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
         f"tokens     {result.tokens}, {result.bytes_per_token} bytes each",
@@ -133,7 +137,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
 
 
 def _rejected(count: int) -> str:
-    return f"; {count} bad rows are left out" if count else ""
+    return f"; {plural(count, 'bad row')} {'is' if count == 1 else 'are'} left out" if count else ""
 
 
 def _size(nbytes: int) -> str:

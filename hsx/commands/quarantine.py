@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hsx.commands.output import emit, emit_json, table
+from hsx.commands.job import require_begun
+from hsx.commands.output import emit, emit_json, plural, table
 from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Lists or requeues."""
     loaded = load(args.job)
+    require_begun(loaded)
     path = loaded.state_dir / FILE_NAME
     if not path.exists():
         raise RunError("ledger_failed", f"{path} does not exist; expected the ledger of a job that has been run")
@@ -50,7 +52,8 @@ def _list(path: Path, as_json: bool, *, rejected: bool) -> int:
         emit("\n" + table(("line", "id", "reason", "expected and found"), lines))
     if count:
         hint = "" if rejected else "; --rejected lists them"
-        emit(f"\n{count} rows of the dataset were rejected and are no samples{hint}")
+        were = "was rejected and is no sample" if count == 1 else "were rejected and are no samples"
+        emit(f"\n{plural(count, 'row')} of the dataset {were}{hint}")
     return ExitCode.DONE
 
 
@@ -59,14 +62,15 @@ def _requeue(path: Path, indices: list[int] | None, as_json: bool) -> int:
         known = {row.index for row in ledger.quarantined()}
     unknown = sorted(set(indices or ()) - known)
     if unknown:
-        raise RunError(
-            "sample_unknown", f"samples {', '.join(map(str, unknown))} are not quarantined; see `hsx quarantine list`"
-        )
+        named = ", ".join(map(str, unknown))
+        words = f"sample {named} is" if len(unknown) == 1 else f"samples {named} are"
+        raise RunError("sample_unknown", f"{words} not quarantined; see `hsx quarantine list`")
     freed = asyncio.run(_free(path, indices))
     if as_json:
         emit_json({"requeued": freed})
     else:
-        emit(f"{freed} samples are free again; the next `hsx run` tries them")
+        are, them = ("is", "it") if freed == 1 else ("are", "them")
+        emit(f"{plural(freed, 'sample')} {are} free again; the next `hsx run` tries {them}")
     return ExitCode.DONE
 
 

@@ -13,7 +13,7 @@ import uvloop
 from hsx import logs
 from hsx.app import Outcome, run_job
 from hsx.commands.job import load_fit
-from hsx.commands.output import emit, emit_json
+from hsx.commands.output import emit, emit_json, plural
 from hsx.errors import RunError
 from hsx.exit_codes import MEANINGS, ExitCode
 from hsx.progress_view import BarView, PlainView, ProgressView, duration
@@ -45,12 +45,14 @@ def run(args: argparse.Namespace) -> int:
         emit(summary(outcome, code))
     if code is ExitCode.INTERRUPTED:
         raise RunError(
-            "interrupted", f"stopped by a signal with {outcome.pending} samples left; the same command continues the job"
+            "interrupted",
+            f"stopped by a signal with {plural(outcome.pending, 'sample')} left; the same command continues the job",
         )
     if code is ExitCode.INCOMPLETE:
         raise RunError(
             "incomplete",
-            f"{outcome.quarantined} samples are quarantined and {outcome.pending} are pending; expected none beyond what "
+            f"{plural(outcome.quarantined, 'sample')} {_are(outcome.quarantined)} quarantined and {outcome.pending} "
+            f"{_are(outcome.pending)} pending; expected none beyond what "
             "pipeline.allow_quarantined allows; see `hsx quarantine list`",
         )
     return code
@@ -93,13 +95,17 @@ def code_of(outcome: Outcome, allowed: float) -> ExitCode:
     return ExitCode.DONE
 
 
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
 def summary(outcome: Outcome, code: ExitCode) -> str:
     """The last words of a run, for people."""
     rate = f", {outcome.tokens / outcome.seconds:.0f} tokens/s" if outcome.seconds > 0 else ""
     violations = ", ".join(f"{name} {count}" for name, count in sorted(outcome.violations.items()) if count)
     lines = [
         f"store       {outcome.store}",
-        f"committed   {outcome.committed} samples",
+        f"committed   {plural(outcome.committed, 'sample')}",
         f"this run    {outcome.tokens} tokens in {duration(outcome.seconds)}{rate}",
         f"violations  {violations or 'none'}",
     ]

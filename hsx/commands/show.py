@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hsx.commands.job import require_begun
 from hsx.commands.output import emit, emit_json, table
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Prints the sample."""
     loaded = load(args.job)
+    require_begun(loaded)
     index = find(Store(loaded.store), args.sample)
     view = show(loaded.store, index, _row(loaded.state_dir / FILE_NAME, index))
     if args.json:

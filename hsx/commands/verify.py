@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx.commands.output import emit, emit_json, table
+from hsx.commands.job import require_begun
+from hsx.commands.output import emit, emit_json, plural, table
 from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
@@ -14,7 +15,7 @@ from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.verify import VerifyReport, verify
-from hsx.verify_hf import TOLERANCE, HfReport, against_hf
+from hsx.verify_hf import TOLERANCE, HfReport, against_hf, require_model
 
 if TYPE_CHECKING:
     import argparse
@@ -27,11 +28,14 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.job is None) == (args.store is None):
         raise RunError("usage", "hsx verify takes either a job file or --store")
+    if args.against_hf is not None:
+        require_model(args.against_hf)  # before the store is read, which may take hours
     if args.store is not None:
         store = Path(args.store)
         report = verify(store, None, fraction=args.fraction, seed=args.seed, progress=_Progress("shards"))
     else:
         loaded = load(args.job)
+        require_begun(loaded)
         store = loaded.store
         report = _with_ledger(args, store, loaded.state_dir / FILE_NAME)
     truth = _recomputed(args, store) if args.against_hf is not None else None
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         emit("\n\n".join([describe(report), *([describe_truth(truth)] if truth else [])]))
     if not report.ok:
-        raise RunError("store_damaged", f"store {store} has {report.damaged} damages; expected none, see the report")
+        raise RunError("store_damaged", f"store {store} has {plural(report.damaged, 'damage')}; expected none, see the report")
     if truth is not None and not truth.ok:
         raise RunError("store_damaged", f"store {store} differs from what {truth.model} computes; see the report")
     return ExitCode.DONE
@@ -83,7 +87,7 @@ def describe(report: VerifyReport) -> str:
         lines.append(f"left over  {report.uncommitted} shards of attempts that were not committed (no damage)")
     if report.ok:
         return "\n".join([*lines, "result     whole: everything that was read is proved"])
-    lines.append(f"result     {report.damaged} damages")
+    lines.append(f"result     {plural(report.damaged, 'damage')}")
     rows = [("-" if d.index is None else d.index, d.sample_id, d.kind, d.message) for d in report.damage]
     more = report.damaged - len(report.damage)
     lines += ["", table(("index", "id", "damage", "expected and found"), rows)]

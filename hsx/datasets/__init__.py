@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 SERVER_MARGIN: Final = 8
 """Tokens of the context that SGLang keeps for itself (6 or 7, by version), rounded up."""
 
+FIELDS_SHOWN: Final = 12
+FIELD_SHOWN: Final = 40
+
 
 def longest_allowed(config: Config, shape: ModelShape) -> int:
     """The longest sample in tokens: `dataset.max_tokens`, else the model's context length less `SERVER_MARGIN`."""
@@ -55,17 +58,29 @@ def detect_format(file: JsonlFile) -> Literal["tokens", "chat"]:
     from hsx.datasets.rows import Bad, fields_of
 
     lines = 0
+    seen: list[str] | None = None
     for _, line in file.lines():
         lines += 1
         try:
             fields = fields_of(line)
         except Bad:
             continue
+        seen = list(fields) if seen is None else seen
         if "input_ids" in fields:
             return "tokens"
         if "conversations" in fields or "messages" in fields:
             return "chat"
     raise RunError(
         "dataset_empty",
-        f"{file.path}: none of {lines} rows has a field 'input_ids', 'conversations' or 'messages'",
+        f"{file.path}: none of {lines} row{'' if lines == 1 else 's'} has a field 'input_ids', 'conversations' or 'messages'"
+        + _found(seen),
     )
+
+
+def _found(fields: list[str] | None) -> str:
+    """What the first row that is an object has instead, for the message."""
+    if fields is None:
+        return ""
+    shown = [repr(name[:FIELD_SHOWN]) for name in fields[:FIELDS_SHOWN]]
+    more = f" and {len(fields) - FIELDS_SHOWN} more" if len(fields) > FIELDS_SHOWN else ""
+    return f"; the first row has {', '.join(shown) or 'no field'}{more}"

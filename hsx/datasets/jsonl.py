@@ -7,6 +7,7 @@ gives the fingerprint for nothing.
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,9 @@ ZSTD_INPUT: Final = 1 << 16  # small, because one zstandard block can expand a t
 LONGEST_LINE: Final = 256 << 20
 GZIP_MAGIC: Final = b"\x1f\x8b"
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+PARQUET_MAGIC: Final = b"PAR1"
+_ARRAY_OF_OBJECTS: Final = re.compile(rb"\[\s*(\{|$)")
+NOT_A_FOLDER: Final = "is a folder; expected a JSONL file"
 UTF8_BOM: Final = b"\xef\xbb\xbf"
 UTF16_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
 
@@ -40,9 +44,10 @@ class JsonlFile:
         """Each line that is not blank, with its 1-based number in the (decompressed) file and without its line end.
 
         Valid UTF-8 throughout. Raises RunError `dataset_unreadable` where the file cannot be opened or read, is truncated or
-        damaged, holds bytes that are not UTF-8, or a line of more than 256 MiB.
+        damaged, is a folder, Parquet or one JSON array, holds bytes that are not UTF-8, or a line of more than 256 MiB.
         """
         number = 0
+        first = True
         try:
             for number, raw in enumerate(self._split(), 1):
                 line = raw.removeprefix(UTF8_BOM) if number == 1 else raw
@@ -51,9 +56,14 @@ class JsonlFile:
                 line = line.strip()
                 if not line:
                     continue
+                if first and _ARRAY_OF_OBJECTS.match(line):
+                    raise self._fault(f"line {number} is a JSON array; expected one object a line (JSONL)")
+                first = False
                 if not line.isascii():
                     self._check_utf8(number, line)
                 yield number, line
+        except IsADirectoryError as error:
+            raise self._fault(NOT_A_FOLDER) from error
         except OSError as error:
             raise self._fault(f"after line {number}: {error.strerror or error}") from error
 
@@ -65,6 +75,8 @@ class JsonlFile:
                 with self.path.open("rb") as file:
                     while block := file.read(BLOCK):
                         hasher.update(block)
+            except IsADirectoryError as error:
+                raise self._fault(NOT_A_FOLDER) from error
             except OSError as error:
                 raise self._fault(str(error.strerror or error)) from error
             self._digest = hasher.hexdigest()
@@ -112,6 +124,8 @@ class JsonlFile:
     def _content(self) -> Iterator[bytes]:
         blocks = self._blocks()
         first = next(blocks, b"")
+        if first.startswith(PARQUET_MAGIC):
+            raise self._fault("looks like Parquet; expected JSONL")
         if first.startswith(GZIP_MAGIC):
             return self._gunzip(first, blocks)
         if first.startswith(ZSTD_MAGIC) or _skippable(first):

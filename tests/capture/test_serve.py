@@ -60,7 +60,7 @@ def test_what_is_missing_is_added(tmp_path: Path) -> None:
 def test_what_is_given_stays(tmp_path: Path) -> None:
     model = str(tmp_path / "other" / ".." / "model")
     given = ["--model", model, "--revision=r1", "--host=0.0.0.0", "--port", "5", "--tp-size", "2", "--pp-size", "1", *GOOD]
-    launch = plan_launch(config(tmp_path), given, FIT)
+    launch = plan_launch(config(tmp_path, port=5), given, FIT)
     assert launch.command == (sys.executable, "-m", "sglang.launch_server", *given)
     assert (launch.model, launch.host, launch.port) == (model, "0.0.0.0", 5)
 
@@ -92,6 +92,8 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--revision", "r2"], "--revision is 'r2'; expected 'r1'"),
         ([*GOOD, "--port", "x"], "--port is 'x'; expected 1 to 65535"),
         ([*GOOD, "--port", "70000"], "--port is '70000'; expected 1 to 65535"),
+        ([*GOOD, "--port", "31000"], "--port is 31000, engine.port of the job file is 30000; hsx would wait for the other"),
+        ([*GOOD, "--host=10.0.0.1"], "--host is 10.0.0.1, engine.host of the job file is 127.0.0.1; hsx would wait"),
     ],
 )
 def test_refused_arguments(tmp_path: Path, args: list[str], message: str) -> None:

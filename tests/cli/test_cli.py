@@ -111,7 +111,9 @@ def test_check_prints_a_job_file_that_means_the_same(tmp_path: Path, capsys: pyt
     job = write_job(tmp_path, {"engine": {"env": {"A": "b c"}}})
     assert main(["check", str(job)]) == ExitCode.DONE
     captured = capsys.readouterr()
-    assert decode(tomllib.loads(captured.out), "printed") == load(job).config
+    printed = tomllib.loads(captured.out)
+    assert printed["dataset"].pop("max_tokens") == 4088  # resolved: the model's context less the server's margin
+    assert decode(printed, "printed") == load(job).config
     assert f"{job}: warning: engine.env: is not used" in captured.err
 
 
@@ -122,13 +124,16 @@ def test_check_as_json_and_with_an_error(tmp_path: Path, capsys: pytest.CaptureF
     assert document["ok"] is False
     assert document["findings"][0]["key"] == "capture.layers"
     assert document["config"]["capture"]["layers"] == [9]
+    assert document["config"]["dataset"]["max_tokens"] == 4088
 
 
 def test_check_names_a_model_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path)
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     assert main(["check", str(job)]) == ExitCode.REFUSED
-    assert "error: model.path: " in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "error: model.path: " in captured.err
+    assert "max_tokens" not in tomllib.loads(captured.out)["dataset"]
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +153,17 @@ def test_serve_passes_on_what_follows_the_dashes(tmp_path: Path, capsys: pytest.
     job = write_job(tmp_path)
     assert main(["serve", str(job), "--", "--pp-size", "2", "--help"]) == ExitCode.REFUSED
     assert "hsx: error [serve_refused]" in capsys.readouterr().err
+
+
+def test_serve_says_where_the_servers_arguments_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "job.toml", "--tp-size", "8"])
+    assert ended.value.code == ExitCode.REFUSED
+    words = "the server's arguments go after --: hsx serve job.toml -- --tp-size 8"
+    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "job.toml", "--tp-size", "8", "--", "--trust-remote-code"])
+    assert f"{words} --trust-remote-code\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

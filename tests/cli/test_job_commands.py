@@ -101,7 +101,7 @@ def test_plan_counts_rows_that_are_skipped(tmp_path: Path, screen: Screen) -> No
     with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
         rows.write("nonsense\n")
     assert main(["plan", str(write_skipping(tmp_path))]) == ExitCode.DONE
-    assert "; 1 bad rows are left out" in screen.text()
+    assert "; 1 bad row is left out" in screen.text()
 
 
 def test_plan_of_a_dataset_without_rows(tmp_path: Path, screen: Screen) -> None:
@@ -167,7 +167,9 @@ def test_verify_with_another_jobs_ledger(left: LeftJob, screen: Screen) -> None:
 
 
 def test_verify_without_a_ledger_or_a_store(tmp_path: Path, screen: Screen) -> None:
-    assert main(["verify", str(write_job(tmp_path))]) == ExitCode.RUN_ERROR
+    job = str(write_job(tmp_path))
+    (tmp_path / "store.zarr").mkdir()
+    assert main(["verify", job]) == ExitCode.RUN_ERROR
     assert "expected the job's ledger, or use --store" in screen.error()
     assert main(["verify", "--store", str(tmp_path)]) == ExitCode.RUN_ERROR
     assert screen.error().startswith("hsx: error [store_invalid] ")
@@ -189,7 +191,7 @@ def test_rejected_rows_are_counted_and_listed(tmp_path: Path, screen: Screen) ->
     prepare(load(job), lambda _rows, _tokens: None)
     assert main(["quarantine", "list", job]) == ExitCode.DONE
     assert screen.text() == (
-        "no sample is quarantined\n\n1 rows of the dataset were rejected and are no samples; --rejected lists them\n"
+        "no sample is quarantined\n\n1 row of the dataset was rejected and is no sample; --rejected lists them\n"
     )
     assert main(["quarantine", "list", job, "--rejected"]) == ExitCode.DONE
     assert "not_json" in screen.text()
@@ -202,7 +204,7 @@ def test_rejected_rows_are_counted_and_listed(tmp_path: Path, screen: Screen) ->
 @pytest.mark.parametrize("choice", [["3"], ["--all"]])
 def test_quarantined_samples_get_another_chance(left: LeftJob, screen: Screen, choice: list[str]) -> None:
     assert main(["quarantine", "requeue", left.file, *choice]) == ExitCode.DONE
-    assert screen.text() == "1 samples are free again; the next `hsx run` tries them\n"
+    assert screen.text() == "1 sample is free again; the next `hsx run` tries it\n"
     assert main(["quarantine", "list", left.file]) == ExitCode.DONE
     assert screen.text() == "no sample is quarantined\n"
     assert main(["plan", left.file, "--json"]) == ExitCode.DONE
@@ -211,7 +213,9 @@ def test_quarantined_samples_get_another_chance(left: LeftJob, screen: Screen, c
 
 def test_requeue_of_a_sample_that_is_not_quarantined_changes_nothing(left: LeftJob, screen: Screen) -> None:
     assert main(["quarantine", "requeue", left.file, "3", "0"]) == ExitCode.REFUSED
-    assert screen.error().startswith("hsx: error [sample_unknown] samples 0 are not quarantined")
+    assert screen.error().startswith("hsx: error [sample_unknown] sample 0 is not quarantined; see")
+    assert main(["quarantine", "requeue", left.file, "1", "0"]) == ExitCode.REFUSED
+    assert "samples 0, 1 are not quarantined; see" in screen.error()
     assert main(["quarantine", "list", left.file, "--json"]) == ExitCode.DONE
     assert len(screen.json()["quarantined"]) == 1
 
@@ -222,6 +226,37 @@ def test_requeue_waits_for_no_running_job(left: LeftJob, screen: Screen) -> None
     assert screen.error().startswith("hsx: error [job_locked] job tiny is held by ")
 
 
-def test_quarantine_of_a_job_that_never_ran(tmp_path: Path, screen: Screen) -> None:
-    assert main(["quarantine", "list", str(write_job(tmp_path))]) == ExitCode.RUN_ERROR
+@pytest.mark.parametrize("command", [["verify"], ["quarantine", "list"], ["quarantine", "requeue"], ["show"]])
+def test_a_job_that_never_ran(tmp_path: Path, screen: Screen, command: list[str]) -> None:
+    job = str(write_job(tmp_path))
+    assert main([*command, job, *(["0"] if command[-1] in ("requeue", "show") else [])]) == ExitCode.REFUSED
+    words = f"hsx: error [not_run_yet] this job has not been run yet; start it with hsx run {job} "
+    assert screen.error().startswith(words)
+
+
+def test_verify_against_a_model_that_is_no_folder(left: LeftJob, screen: Screen) -> None:
+    assert main(["verify", left.file, "--against-hf", "/nope"]) == ExitCode.REFUSED
+    words = "hsx: error [model_unreadable] /nope does not exist; expected a local model folder with config.json\n"
+    assert screen.error() == words
+    assert main(["verify", left.file, "--against-hf", left.file]) == ExitCode.REFUSED
+    assert "is not a folder; expected a local model folder" in screen.error()
+    assert main(["verify", left.file, "--against-hf", str(left.loaded.state_dir)]) == ExitCode.REFUSED
+    assert "has no config.json; expected a local model folder" in screen.error()
+
+
+def test_plan_advises_ids_where_no_row_has_one(tmp_path: Path, screen: Screen) -> None:
+    job = write_job(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1]}\n{"id": null, "input_ids": [2]}\n', encoding="utf-8")
+    assert main(["plan", str(job)]) == ExitCode.REFUSED
+    first = screen.error().splitlines()[0]
+    assert "has 2 bad rows; no row has an 'id': add a field 'id' to every row" in first
+    assert "on_bad_row" not in first
+    assert main(["plan", str(write_skipping(tmp_path))]) == ExitCode.REFUSED
+    assert "expected at least one; no row has an 'id'" in screen.error()
+
+
+def test_quarantine_of_a_store_without_its_ledger(tmp_path: Path, screen: Screen) -> None:
+    job = str(write_job(tmp_path))
+    (tmp_path / "store.zarr").mkdir()
+    assert main(["quarantine", "list", job]) == ExitCode.RUN_ERROR
     assert "expected the ledger of a job that has been run" in screen.error()

@@ -70,6 +70,7 @@ def test_a_capture_spec_that_the_model_cannot_give(folder: Path, layers: list[in
     finding = only(findings(folder, {"capture": {"layers": layers}}), "capture.layers")
     assert finding.level == "error"
     assert words in finding.message
+    assert "capture.layers" not in finding.message  # the key is named beside it
 
 
 @pytest.mark.parametrize(("layers", "count"), [([2, 1], 1), ([0], 1), ([1, 60], 0)])
@@ -107,6 +108,14 @@ def test_a_dump_directory_on_a_disk(folder: Path) -> None:
     assert "is on ext4; expected a tmpfs" in finding.message
 
 
+def test_a_dump_directory_that_is_not_there(folder: Path) -> None:
+    (folder / "dumps").rmdir()
+    finding = only(findings(folder, disks=mounts()), "staging.dump_dir")
+    words = f"{folder}/dumps does not exist and would be made on ext4, in {folder}; expected a tmpfs"
+    assert (finding.level, finding.message.startswith(words)) == ("warning", True)
+    assert findings(folder, {"job": {"state_dir": "/state"}}, mounts((folder, "tmpfs")))[0].key != "staging.dump_dir"
+
+
 def test_a_tmpfs_smaller_than_the_budget(folder: Path) -> None:
     finding = only(findings(folder, {"staging": {"max_bytes": "900TiB"}}), "staging.max_bytes")
     assert finding.level == "warning"
@@ -135,7 +144,7 @@ def test_a_model_that_cannot_be_read_is_told_once(folder: Path) -> None:
     _, found = examine(load(write_job(folder, {"model": {"path": "none"}})))
     finding = only(found, "model.path")
     assert finding.level == "error"
-    assert "none/config.json" in finding.message
+    assert finding.message == f"{folder}/none does not exist; expected a local folder; hub names are not downloaded"
 
 
 def test_the_longest_sample_is_taken_from_the_ledger(folder: Path) -> None:
@@ -217,7 +226,8 @@ def test_a_root_that_is_not_there(folder: Path) -> None:
     loaded = load(write_job(folder))
     (folder / "root-a").rmdir()
     finding = only(check(loaded, SHAPE, None, mounts((folder / "dumps", "tmpfs"))), "roots[0].path")
-    assert (finding.level, finding.message) == ("error", f"{folder}/root-a does not exist; make it, or mount the disk")
+    expected = f"{folder}/root-a does not exist; mount its disk, or make the folder on that disk"
+    assert (finding.level, finding.message) == ("error", expected)
 
 
 def test_a_place_on_a_read_only_file_system(folder: Path) -> None:
@@ -231,6 +241,7 @@ def test_a_place_on_a_read_only_file_system(folder: Path) -> None:
     ("changes", "key", "words"),
     [
         ({"dataset": {"path": "none.jsonl"}}, "dataset.path", "does not exist"),
+        ({"dataset": {"path": "model"}}, "dataset.path", "is a folder; expected a JSONL file"),
         ({"dataset": {"chat_template": "none.jinja"}}, "dataset.chat_template", "is not a file"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "no/python"}}, "engine.python", "does not exist"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "rows.jsonl"}}, "engine.python", "does not exist"),

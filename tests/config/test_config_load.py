@@ -59,7 +59,7 @@ def test_the_file_must_exist_and_be_toml(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     for path, words in (
         (tmp_path / "none.toml", "No such file"),
-        (bad, "is not TOML"),
+        (bad, "is not TOML: .*line 1, column 5.*: '\\[job'$"),
         (binary, "is not UTF-8"),
         (tmp_path, "directory"),
     ):
@@ -94,6 +94,7 @@ def test_the_file_must_exist_and_be_toml(tmp_path: Path) -> None:
         ({"job": {"xyzzy": 1}}, "job.xyzzy = 1: unknown key; expected one of name, store, state_dir"),
         ({"pipelines": {"retries": 1}}, "pipelines = {'retries': 1}: unknown key; did you mean pipeline?"),
         ({"roots": []}, "roots is missing; expected one table or more"),
+        ({"job": {"store": None, "stor": "x"}}, "job.stor = 'x': unknown key; did you mean job.store?"),
         ({"roots": [{"name": "a"}]}, "roots[0].path is missing; expected text"),
         ({"roots": [{"name": "a", "path": "x", "reserve": 10}]}, "roots[0].reserve = 10: expected a size in bytes"),
     ],
@@ -151,3 +152,18 @@ def test_whole_sizes_are_exact(whole: int, unit: str) -> None:
 
 def test_the_example_of_the_tests_is_complete(tmp_path: Path) -> None:
     assert set(job_document(tmp_path)) == {"job", "model", "dataset", "capture", "staging", "roots"}
+
+
+def test_one_bracket_too_few_around_roots(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text(encoding="utf-8").replace("[[roots]]", "[roots]"), encoding="utf-8")
+    (problem,) = problems_of(job)
+    assert problem.startswith(f"{job}: roots = ")
+    assert problem.endswith(": write [[roots]], with two brackets")
+
+
+def test_a_misspelt_section_is_one_problem(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text(encoding="utf-8").replace("[dataset]", "[datset]"), encoding="utf-8")
+    (problem,) = problems_of(job)
+    assert problem.endswith("unknown key; did you mean dataset?")

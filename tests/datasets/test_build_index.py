@@ -84,6 +84,20 @@ def test_refusing_lists_every_bad_row_and_writes_no_index(indexing: Indexing, wr
     assert [row.line for row in indexing.rejected] == [4, 5, 6]
 
 
+def test_rows_without_ids_are_not_to_be_skipped_but_named(indexing: Indexing, write: Write) -> None:
+    path = write(b'{"input_ids": [1]}\n{"input_ids": [2]}\n')
+    for skip, kind in ((False, "dataset_rejected"), (True, "dataset_empty")):
+        with pytest.raises(RunError, match="no row has an 'id': add a field 'id' to every row") as caught:
+            indexing.run(path, skip=skip)
+        assert caught.value.kind == kind
+        assert "on_bad_row" not in caught.value.message
+
+
+def test_one_bad_row_is_told_in_the_singular(indexing: Indexing, write: Write) -> None:
+    with pytest.raises(RunError, match=r"\] 1 of 4 rows is bad .*leaves it out"):
+        indexing.run(write(GOOD + b"bad\n"))
+
+
 def test_refusing_many_shows_fifty_and_keeps_all_in_the_file(indexing: Indexing, write: Write) -> None:
     with pytest.raises(RunError) as caught:
         indexing.run(write(GOOD + b"bad\n" * 120))

@@ -129,8 +129,24 @@ def test_damaged_files_are_named_with_the_fault(write: Write, content: bytes, ex
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(RunError, match=r"No such file|Is a directory") as caught:
+        with pytest.raises(RunError, match=r"No such file|is a folder; expected a JSONL file") as caught:
             read(path)
         assert caught.value.kind == "dataset_unreadable"
-        with pytest.raises(RunError, match=r"No such file|Is a directory"):
+        with pytest.raises(RunError, match=r"No such file|is a folder; expected a JSONL file"):
             JsonlFile(path).sha256()
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("content", [b'[{"id": 1},\n{"id": 2}]\n', b'[\n  {"id": 1}\n]\n'])
+def test_a_json_array_is_not_jsonl(write: Write, pack: Callable[[bytes], bytes], content: bytes) -> None:
+    with pytest.raises(RunError, match=r"line 2 is a JSON array; expected one object a line \(JSONL\)") as caught:
+        read(write(pack(b"\n" + content)))
+    assert caught.value.kind == "dataset_unreadable"
+
+
+def test_parquet_and_a_folder_are_named(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rows\.jsonl: looks like Parquet; expected JSONL"):
+        read(write(b"PAR1\x15\x04"))
+    with pytest.raises(RunError, match="is a folder; expected a JSONL file") as caught:
+        read(tmp_path)
+    assert caught.value.kind == "dataset_unreadable"

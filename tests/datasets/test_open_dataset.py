@@ -60,6 +60,14 @@ def test_file_without_any_known_row(write: Write, tmp_path: Path, content: bytes
     assert caught.value.kind == "dataset_empty"
 
 
+def test_fields_of_the_first_row_are_named(write: Write) -> None:
+    with pytest.raises(RunError, match=r"none of 2 rows .*; the first row has 'id', 'text'$"):
+        detect_format(JsonlFile(write(b'{"id": 1, "text": "x"}\n{"other": 1}\n')))
+    wide = b"{" + b", ".join(b'"f%d": 0' % number for number in range(20)) + b"}"
+    with pytest.raises(RunError, match=r"none of 1 row .* 'f11' and 8 more$"):
+        detect_format(JsonlFile(write(wide)))
+
+
 def test_auto_opens_both_forms(write: Write, chat_model: Path) -> None:
     (row,) = open_dataset(config(write(b'{"id": 1, "input_ids": [258]}'), chat_model), SHAPE)
     assert isinstance(row, Row)

@@ -129,7 +129,7 @@ def narrow_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make_folder", "words"),
     [
-        (Path.mkdir, "cannot be loaded"),
+        (Path.mkdir, "has no config.json"),
         (narrow_model, "has width 128"),
     ],
 )
