@@ -122,7 +122,7 @@ class Supervisor:
                 raise RunError(error.kind, error.message) from error
             self._go(Event.VOIDED, error.message)
             self._failed_starts += 1
-            return Violation("alive", error.message), 0
+            return Violation("alive", f"{error.kind}: {error.message}"), 0
         self._failed_starts = 0
         self._epoch = epoch
         self._go(Event.GATE_PASSED)

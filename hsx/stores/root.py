@@ -160,7 +160,7 @@ def attach_roots(info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = T
 def _lay_out(info: StoreInfo, name: str, path: Path) -> None:
     """Lays out a new root. One that was laid out and not recorded, for a crash in between, is taken as it is."""
     if not path.is_dir():
-        raise RunError("root_unusable", f"root {name}: {path} is not a folder; create it, or mount the disk")
+        raise RunError("root_unusable", f"root {name}: {path} is not a folder; mount its disk, or make the folder on that disk")
     folder = path / info.store_id
     if (folder / IDENTITY).exists():
         return

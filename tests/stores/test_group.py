@@ -155,7 +155,7 @@ def test_damaged_identity_is_refused(tmp_path: Path) -> None:
 
 def test_missing_new_root_is_refused(tmp_path: Path) -> None:
     info = create_store(tmp_path / "store", LAYOUT, SPEC, MODEL)
-    with pytest.raises(RunError, match="is not a folder; create it, or mount the disk") as error:
+    with pytest.raises(RunError, match="is not a folder; mount its disk, or make the folder") as error:
         attach_roots(info, {"a": tmp_path / "nowhere"})
     assert error.value.kind == "root_unusable"
 
