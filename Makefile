@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venvs/sglang-0.5.23
 SGLANG_OLD := .venvs/sglang-0.5.18
+# Tests wait for servers and disks most of the time. A file's tests stay together: they share a server.
+JOBS := 2
 
 .PHONY: help setup setup-sglang setup-tests demo test check fast types lint format bench docs clean
 
@@ -32,8 +34,8 @@ setup-tests: setup setup-sglang  ## what `make test` needs besides: a second SGL
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
 	$(BIN)/python scripts/demo.py
 
-test: setup-tests  ## all tests, those on the real SGLang included
-	$(BIN)/python -m pytest
+test: setup-tests  ## all tests, those on the real SGLang included; JOBS at once
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup lint types fast  ## lint, types, fast tests
 

