@@ -1,4 +1,4 @@
-"""Roots that fail on command, around real ones."""
+"""Roots that fail or fill up on command, around real ones."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class FailingRoot:
         self._root = root
         self.failing: set[str] = set()
         """Names of the methods that fail from now on, as they do after EIO."""
+        self.crowded = 0
+        """Bytes that somebody else takes on this disk."""
 
     def _pass(self, method: str) -> None:
         if method in self.failing:
@@ -38,7 +40,7 @@ class FailingRoot:
     def free(self) -> int:
         """See the port."""
         self._pass("free")
-        return self._root.free()
+        return self._root.free() - self.crowded
 
     def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
         """See the port."""

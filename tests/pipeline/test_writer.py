@@ -97,22 +97,24 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 async def both_written(bench: Bench) -> tuple[list[Lease], list[Receipt]]:
-    """Two samples, one on each root: while the first is promised to one root, the other has more room."""
+    """Two samples, the first on root a, the second on root b: each time the other root is more crowded."""
     leases = await bench.ledger.acquire(2)
-    receipts = list(await asyncio.gather(*map(bench.write, leases)))
-    assert {receipt.root for receipt in receipts} == {"a", "b"}
+    receipts = []
+    for lease, other in zip(leases, ("b", "a"), strict=True):
+        bench.roots[other].crowded = 1 << 30
+        receipts.append(await bench.write(lease))
+        bench.roots[other].crowded = 0
+    assert [receipt.root for receipt in receipts] == ["a", "b"]
     return leases, receipts
 
 
 async def test_a_root_that_cannot_be_synced_costs_only_its_own_samples(bench: Bench) -> None:
     leases, receipts = await both_written(bench)
-    lost = next(i for i, receipt in enumerate(receipts) if receipt.root == "a")
     bench.roots["a"].failing = {"sync"}
-    outcomes = await asyncio.gather(*map(bench.commit, leases, receipts))
-    assert outcomes == [i != lost for i in range(2)]
-    again = await bench.write(leases[lost])
+    assert await asyncio.gather(*map(bench.commit, leases, receipts)) == [False, True]
+    again = await bench.write(leases[0])
     assert again.root == "b"
-    assert await bench.commit(leases[lost], again)
+    assert await bench.commit(leases[0], again)
     assert sorted(bench.ledger.committed_roots()) == [(0, "b"), (1, "b")]
     assert bench.view.indices().tolist() == [0, 1]
     (error,) = bench.telemetry.snapshot()["last_errors"]
@@ -132,6 +134,7 @@ async def test_when_no_root_can_be_synced_nothing_is_committed_and_the_next_writ
 
 async def test_a_root_that_fails_to_write_leaves_the_sample_to_another(bench: Bench) -> None:
     (lease,) = await bench.ledger.acquire(1)
+    bench.roots["b"].crowded = 1 << 30  # so that a is tried first
     bench.roots["a"].failing = {"write"}
     receipt = await bench.write(lease)
     assert receipt.root == "b"
@@ -151,6 +154,7 @@ async def test_a_root_that_fails_to_discard_undoes_no_commit(bench: Bench) -> No
 async def test_a_copy_left_on_another_root_goes_when_the_sample_is_committed(bench: Bench) -> None:
     (lease,) = await bench.ledger.acquire(1)
     bench.roots["b"].write(lease.sample.index, bench.marker(lease), random_states(bench.rng, TOKENS, 2, 8))
+    bench.roots["b"].crowded = 1 << 30
     receipt = await bench.write(lease)
     assert receipt.root == "a"
     assert await bench.commit(lease, receipt)
