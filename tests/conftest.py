@@ -52,11 +52,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     if os.geteuid() != 0:
+        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
         pytest.skip("mounting needs root")
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False, capture_output=True, text=True
     )
     if mounted.returncode != 0:
+        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
         pytest.skip(f"mounting is not allowed here: {mounted.stderr.strip()}")
     try:
         yield folder
