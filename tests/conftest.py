@@ -31,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: long.get(item.path, 2))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument: two workers must collect the same names, and gzip's header tells the time."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The package's file, kept in the working tree, so that its 93 MB are fetched once; `make setup-tests` does."""
