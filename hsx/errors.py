@@ -34,6 +34,7 @@ KINDS: Final[dict[str, str]] = {
     "answer_invalid": "the server's answer lacks the counts that prove the sample",
     "dump_invalid": "a dump file is torn, has a bad header or another format version",
     "dump_failed": "the capture side reported that it could not write this dump",
+    "server_killed": "the server died or stood still each time this sample was in it, and not without it",
     # one epoch
     "server_start_failed": "the server ended or stayed silent before it was ready",
     "server_gone": "the server process ended or its HTTP port no longer answers",
@@ -41,7 +42,9 @@ KINDS: Final[dict[str, str]] = {
     "server_protocol": "the server answered in a shape that hsx does not know",
     "staging_full": "the server could not write a dump: the dump directory is full or failing",
     "server_full": "the server's queue is full (HTTP 503)",
+    "staging_gone": "the epoch's folder in the dump directory was deleted or replaced under hsx",
     "capture_off": "the capture plugin is absent, failed to install or reports another spec",
+    "canary_failed": "a canary's states are not what they must be: the server computes or pairs wrongly",
     "epoch_void": (
         "the epoch was declared void while this was under way, or the server was voided in an earlier run "
         "and has to be restarted"

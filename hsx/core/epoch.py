@@ -2,7 +2,8 @@
 
 `<dump_dir>/<epoch>/server.json` (`EpochRecord`) is written by `hsx serve` before it becomes the server; the capture plugin
 adds `<dump_dir>/<epoch>/capture.json` (`CaptureReport`) once the model is loaded, with what it read back, and before it the
-final norm's weight; or, where it cannot capture, `capture.error`. All are published by rename.
+final norm's weight; or, where it cannot capture, `capture.error`. While it captures it holds `capture.lock` and keeps
+`counter.json` (`CaptureState`) up to date. All but the lock are published by rename.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ NORM_NAME: Final = "final_norm.f32"
 REFUSAL_NAME: Final = "capture.error"
 """Why there is no capture in this epoch, and never will be: one sentence in UTF-8, ended by a newline. Not JSON. Where
 a report lies beside it, the refusal counts (a second model was loaded, say)."""
+STATE_NAME: Final = "counter.json"
+LOCK_NAME: Final = "capture.lock"
+"""Held with flock(LOCK_EX) by the one process that captures into this epoch, from install to its death; names its pid."""
 RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
 """Environment variable of the server: the path of its `server.json`, set by `hsx serve` for the capture side."""
 FORMAT: Final = 1
@@ -99,7 +103,32 @@ class CaptureReport:
         return CaptureSpec(self.layers, final_state(self.final))
 
 
-def to_json(record: EpochRecord | CaptureReport) -> str:
+@dataclass(frozen=True, slots=True)
+class CaptureState:
+    """What the capture side has done so far in this epoch. Never ahead of the dumps: it is written after their renames.
+
+    Attributes:
+        epoch: the epoch it belongs to.
+        pid: the process that captures (in SGLang a scheduler process, a child of the server's main process).
+        start_ticks: field 22 of its `/proc/<pid>/stat`, clock ticks since boot; with the pid it names one process.
+        sequence: the last number given to a dump; 0 before the first.
+        published: dumps published; as no number is left out, equal to `sequence`.
+        failed: error files left in the place of dumps.
+        foreign: requests prefilled whose rid is no marker.
+        incomplete: markers given up after a part of them had arrived (aborted or cut requests), without an error file.
+    """
+
+    epoch: str
+    pid: int
+    start_ticks: int
+    sequence: int
+    published: int
+    failed: int
+    foreign: int
+    incomplete: int
+
+
+def to_json(record: EpochRecord | CaptureReport | CaptureState) -> str:
     """The record as a JSON object with its format number."""
     return json.dumps({"format": FORMAT, **asdict(record)}, indent=1, sort_keys=True)
 
@@ -112,6 +141,11 @@ def record_from_json(text: str) -> EpochRecord:
 def report_from_json(text: str) -> CaptureReport:
     """Reads `capture.json`. Raises EngineError `epoch_unknown` for any deviation."""
     return CaptureReport(**_decode(text, CaptureReport, REPORT_NAME))
+
+
+def state_from_json(text: str) -> CaptureState:
+    """Reads `counter.json`. Raises EngineError `epoch_unknown` for any deviation."""
+    return CaptureState(**_decode(text, CaptureState, STATE_NAME))
 
 
 def _decode(text: str, record: type[Any], name: str) -> dict[str, Any]:
@@ -131,7 +165,8 @@ def _decode(text: str, record: type[Any], name: str) -> dict[str, Any]:
                 document[key] = tuple(value)
             elif type(value) is not {"int": int, "float": float, "str": str}[str(kind)]:
                 raise ValueError(f"{key} is {value!r}; expected {kind}")
-        final_state(document["final"])
+        if "final" in names:
+            final_state(document["final"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError("epoch_unknown", f"{name} cannot be read: {error}") from error
     return dict(document)
