@@ -8,8 +8,9 @@ SGLANG := .venvs/sglang-0.5.23
 SGLANG_OLD := .venvs/sglang-0.5.18
 # Tests wait for servers and disks most of the time. A file's tests stay together: they share a server.
 JOBS := 2
+PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-tests demo test check fast types lint format bench docs clean
+.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -36,6 +37,11 @@ demo: setup  ## the main job, end to end: real text, a trained model, the real S
 
 test: setup-tests  ## all tests, those on the real SGLang included; JOBS at once
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-faults: setup-tests  ## the fault matrix, on both engines; writes docs/reliability.md
+	rm -rf build/faults
+	$(BIN)/python -m pytest tests/faults -n $(JOBS) --dist loadfile --no-loadscope-reorder --deselect $(PAGE_TEST)
+	$(BIN)/python scripts/generate_reliability.py
 
 check: setup lint types fast  ## lint, types, fast tests
 
