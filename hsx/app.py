@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncio_throttle import Throttler
@@ -45,12 +45,16 @@ from hsx.watchdog import Watchdog
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from hsx.config_load import LoadedConfig
     from hsx.core.epoch import CaptureReport
+    from hsx.core.invariants import Content
     from hsx.core.layout import StoreLayout
-    from hsx.ports import Counts, EngineOwner
+    from hsx.ports import Clock, Counts, EngineClient, EngineOwner
     from hsx.progress_view import ProgressView
 
 STATUS_EVERY_S = 5.0
@@ -90,6 +94,23 @@ class Outcome:
     interrupted: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """The server, time and the eye that judges dumps: what a simulation puts in place of the real ones.
+
+    Attributes:
+        client: speaks to the server; closed by the run.
+        owner: starts and stops it.
+        clock: monotonic time.
+        measure: measures a dump's tensors, (states, ids recorded, ids expected).
+    """
+
+    client: EngineClient
+    owner: EngineOwner
+    clock: Clock = field(default_factory=SystemClock)
+    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content] = measure
+
+
 class Indexing:
     """Tells that the dataset is being read, now and then: to the log, and to a service manager that waits for READY."""
 
@@ -108,8 +129,13 @@ class Indexing:
         self._notifier.extend_timeout(INDEXING_TIMEOUT_S)
 
 
-async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None) -> Outcome:
+async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None, outside: Outside | None = None) -> Outcome:
     """Runs a job until nothing is pending, or until a signal has drained it.
+
+    Args:
+        loaded: the job file.
+        progress: shown to people.
+        outside: the world to run in; default: the real one, as the job file says.
 
     Raises:
         RunError: the job cannot go on; what was committed stays. Its kind says why.
@@ -128,7 +154,7 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None)
         try:
             before = await ledger.counts()
             telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before)
-            run = Run(loaded, job, ledger, telemetry, notifier, progress)
+            run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
             interrupted = await run.run() if before.pending else False
             return _outcome(loaded, telemetry, before, await ledger.counts(), interrupted=interrupted)
         except BaseExceptionGroup as group:
@@ -148,6 +174,7 @@ class Run:
         telemetry: Telemetry,
         notifier: Notifier,
         progress: ProgressView | None,
+        outside: Outside,
     ) -> None:
         self._loaded = loaded
         self._job = job
@@ -156,7 +183,7 @@ class Run:
         self._notifier = notifier
         self._progress = progress
         config = loaded.config
-        clock = SystemClock()
+        clock = outside.clock
         store, roots = attach_roots(job.store, {root.name: root.path for root in loaded.roots})
         self._layout: StoreLayout = store.layout
         for root in roots:
@@ -164,8 +191,9 @@ class Run:
         discard_strays(roots, ledger.committed_roots(), store.layout.samples)
         view = UnionView(store)
         view.repair(ledger.committed_roots())
-        self._client = sglang.SGLangClient(config.engine.host, config.engine.port, sglang.Limits(config.pipeline.concurrency))
-        self._owner = make_owner(loaded)
+        self._client = outside.client
+        self._owner = outside.owner
+        self._measure = outside.measure
         self._dumps = DumpDirectory(loaded.dump_dir, process_alive)
         self._admission = Admission(
             Limits(
@@ -276,7 +304,7 @@ class Run:
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
         }
 
-    def _make_gate(self, clock: SystemClock) -> Gate:
+    def _make_gate(self, clock: Clock) -> Gate:
         config = self._loaded.config
         return Gate(
             run=self._ledger.run,
@@ -288,10 +316,10 @@ class Run:
             dumps=self._dumps,
             ledger=self._ledger,
             clock=clock,
-            measure=measure,
+            measure=self._measure,
         )
 
-    def _make_supervisor(self, clock: SystemClock, gate: Gate) -> Supervisor:
+    def _make_supervisor(self, clock: Clock, gate: Gate) -> Supervisor:
         config = self._loaded.config
         parts = SupervisorParts(
             owner=self._owner,
@@ -319,7 +347,7 @@ class Run:
             stop_grace_s=config.engine.stop_grace_s,
         )
 
-    def _make_pipeline(self, clock: SystemClock) -> Pipeline:
+    def _make_pipeline(self, clock: Clock) -> Pipeline:
         config = self._loaded.config
 
         def request_timeout_s(tokens_in_flight: int) -> float:
@@ -348,7 +376,7 @@ class Run:
             pace=Throttler(rate_limit=math.ceil(rate), period=math.ceil(rate) / rate),
             observer=self._telemetry,
             clock=clock,
-            measure=measure,
+            measure=self._measure,
             on_failure=self._watchdog.failed,
             on_success=self._watchdog.committed,
             on_server_lost=self._watchdog.server_lost,
@@ -369,6 +397,13 @@ def _raise_file_limit() -> None:
     """As many file descriptors as this user may have: the usual soft limit is meant for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def real_outside(loaded: LoadedConfig) -> Outside:
+    """The server that the job file names, and real time."""
+    engine = loaded.config.engine
+    limits = sglang.Limits(loaded.config.pipeline.concurrency)
+    return Outside(client=sglang.SGLangClient(engine.host, engine.port, limits), owner=make_owner(loaded))
 
 
 def make_owner(loaded: LoadedConfig) -> EngineOwner:
