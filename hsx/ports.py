@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hsx.core.dump import DumpHeader
-from hsx.core.epoch import CaptureReport, EpochRecord
+from hsx.core.epoch import CaptureReport, CaptureState, EpochRecord
 from hsx.core.invariants import Answer
 from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
@@ -242,15 +242,35 @@ class Dumps(Protocol):
         """The capture plugin's report in the current epoch; None until it is there."""
         ...
 
+    def state(self) -> CaptureState | None:
+        """What the capture side counted so far in the current epoch; None where it has not begun to count.
+
+        Raises EngineError `epoch_unknown` where the file cannot be read as such.
+        """
+        ...
+
+    def refusal(self) -> str | None:
+        """Why there is no capture in this epoch, or may not be any more, in the capture side's own words; None where it runs."""
+        ...
+
+    def intact(self) -> bool:
+        """Whether the folder that `enter` found is still there under its name, the same one, with its epoch record."""
+        ...
+
     async def arrival(self, marker: Marker) -> None:
         """Returns as soon as the dump of `marker` is published. The caller sets the deadline.
 
-        Raises EngineError `staging_full` or SampleError `dump_failed` when an error file appears instead.
+        Raises EngineError `staging_full` or SampleError `dump_failed` when an error file appears instead, and EngineError
+        `staging_gone` when the epoch's folder is not the one entered any more.
         """
         ...
 
     def open(self, marker: Marker) -> Dump:
         """Maps the dump named `marker`. Blocks briefly. Raises SampleError `dump_invalid`, or FileNotFoundError."""
+        ...
+
+    def peek(self, marker: Marker) -> DumpHeader | None:
+        """The header of the dump named `marker`, read without mapping it; None where there is none or it cannot be read."""
         ...
 
     def remove(self, marker: Marker) -> None:
@@ -329,6 +349,10 @@ class View(Protocol):
         """Makes sample `index` on `root` visible in the group's `hidden_states`. Idempotent. Blocks briefly."""
         ...
 
+    def unlink(self, index: int) -> None:
+        """Hides sample `index` again. Idempotent. Blocks briefly."""
+        ...
+
 
 # --- observation -----------------------------------------------------------------------------------------------------
 
@@ -371,6 +395,18 @@ class Observer(Protocol):
 
     def epoch_began(self, epoch: str, continued: bool) -> None:
         """A server passed the boot gate."""
+        ...
+
+    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int = 0, nbytes: int = 0) -> None:
+        """Committed samples were taken back, with so many tokens and bytes of shards: no sound canary vouches for them."""
+        ...
+
+    def canary_passed(self, epoch: str, sequence: int) -> None:
+        """A canary came back sound; `sequence` is the capture number up to which it vouches."""
+        ...
+
+    def sample_convicted(self, index: int, deaths: int) -> None:
+        """A sample was found to kill the server, which died `deaths` times with it."""
         ...
 
     def error_met(self, kind: str, message: str) -> None:
@@ -460,12 +496,42 @@ class Ledger(Leases, Protocol):
         """
         ...
 
-    async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
-        """Records why an epoch was voided. One that is merely left, by a drain or a crash of hsx, has not ended."""
+    async def epoch_ended(self, epoch: str, reason: str, evidence: str, requeued: Sequence[int] = ()) -> None:
+        """Records why an epoch was voided, and which samples went back to the queue for it.
+
+        One that is merely left, by a drain or a crash of hsx, has not ended.
+        """
         ...
 
     async def voided_epochs(self) -> dict[str, str]:
         """The epochs that have ended, in this run or an earlier one, with the reason: their servers may not be used again."""
+        ...
+
+    async def violation(self, epoch: str, marker: Marker | None, invariant: str, evidence: str) -> None:
+        """Records one violation; `marker` is None where it speaks of the whole run."""
+        ...
+
+    async def vouch(self, epoch: str, sequence: int) -> None:
+        """Every dump of `epoch` up to this capture number lies before a sound canary. It never goes down."""
+        ...
+
+    async def doubtful(self, epoch: str) -> list[CommittedRow]:
+        """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        ...
+
+    async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
+        """Takes back, in one transaction, what `doubtful` returns: pending again, and handed out again by `acquire`.
+
+        Attempts are kept, so that no marker is used twice. Returns what the ledger said of the samples.
+        """
+        ...
+
+    async def remember(self, key: str, value: str) -> None:
+        """Records a fact that may change."""
+        ...
+
+    async def recall(self, key: str) -> str | None:
+        """The fact last recorded under `key`, by `remember` or `fix`; None where there is none."""
         ...
 
     async def attempts_of(self, index: int) -> tuple[str, Lease] | None:
