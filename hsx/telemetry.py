@@ -58,6 +58,9 @@ class Telemetry:
         self._before: Counts | None = None
         self._adopted = 0
         self._quarantined = 0
+        self._revoked: tuple[int, ...] = (0, 0, 0)
+        self._convicted = 0
+        self._canary: dict[str, Any] = {"time": None, "epoch": "", "sequence": 0, "passed": 0}
         self._step_seconds: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
@@ -169,6 +172,22 @@ class Telemetry:
         self._epoch = {"id": epoch, "continued": continued, "count": self._epoch["count"] + 1}
         self.log.info("epoch.began", epoch=epoch, continued=continued)
 
+    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int = 0, nbytes: int = 0) -> None:
+        """Committed samples, `count` of them, were taken back with their tokens and the bytes of their shards."""
+        self._revoked = tuple(a + b for a, b in zip(self._revoked, (count, tokens, nbytes), strict=True))
+        self._remember(invariant, f"{count} samples revoked: {evidence}", "")
+        self.log.error("samples.revoked", epoch=epoch, invariant=invariant, evidence=evidence, count=count)
+
+    def canary_passed(self, epoch: str, sequence: int) -> None:
+        """A canary came back sound; `sequence` is the capture number up to which it vouches."""
+        self._canary = {"time": self._wall(), "epoch": epoch, "sequence": sequence, "passed": self._canary["passed"] + 1}
+        self.log.info("canary.passed", epoch=epoch, sequence=sequence)
+
+    def sample_convicted(self, index: int, deaths: int) -> None:
+        """A sample was found to kill the server, which died `deaths` times with it; its quarantine is told apart."""
+        self._convicted += 1
+        self.log.error("sample.convicted", index=index, deaths=deaths)
+
     def error_met(self, kind: str, message: str) -> None:
         """An error that is neither an attempt's nor a restart's: keeps and logs it."""
         self._remember(kind, message, "")
@@ -203,15 +222,16 @@ class Telemetry:
         quarantined, rejected = self._quarantined, 0
         if before is not None:
             quarantined, rejected = quarantined + before.quarantined, before.rejected
-            committed = before.committed + self._samples.total
-            tokens = before.tokens_committed + self._tokens.total
+            revoked, tokens_revoked, bytes_revoked = self._revoked
+            committed = before.committed + self._samples.total - revoked
+            tokens = before.tokens_committed + self._tokens.total - tokens_revoked
             progress["samples"] |= {
                 "total": before.pending + before.committed + before.quarantined,
                 "committed": committed,
-                "pending": max(0, before.pending - self._samples.total - self._quarantined),
+                "pending": max(0, before.pending - self._samples.total - self._quarantined + revoked),
             }
             progress["tokens"] |= {"total": before.tokens_total, "committed": tokens}
-            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total}
+            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total - bytes_revoked}
             progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
         state, reason, since = self._engine
         return {

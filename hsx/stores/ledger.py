@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from hsx.core.epoch import EpochRecord, to_json
 from hsx.core.sample import Lease, Sample
 from hsx.errors import EngineError, RunError
-from hsx.ports import BadRow, Commit, Counts
+from hsx.ports import BadRow, Commit, CommittedRow, Counts
 from hsx.stores.durable import sync_folder
-from hsx.stores.ledger_schema import SCHEMA, SCHEMA_VERSION, connect, count, translated
+from hsx.stores.ledger_schema import COMMITTED, SCHEMA, SCHEMA_VERSION, TRUST, connect, count, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterabl
         draft.unlink(missing_ok=True)
         connection = sqlite3.connect(draft)
         try:
-            connection.executescript(SCHEMA)
+            connection.executescript(SCHEMA + TRUST)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
             meta = {"run": run, "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
@@ -203,18 +203,93 @@ class SqliteLedger:
                 raise EngineError("epoch_void", f"epoch {record.epoch} has ended: {known[1]}: {known[2]}; expected another")
         return known is not None
 
-    async def epoch_ended(self, epoch: str, reason: str, evidence: str) -> None:
-        """Records why an epoch was voided. One that is merely left, by a drain or a crash of hsx, has not ended."""
+    async def epoch_ended(self, epoch: str, reason: str, evidence: str, requeued: Sequence[int] = ()) -> None:
+        """Records why an epoch was voided, and which samples went back to the queue for it.
+
+        One that is merely left, by a drain or a crash of hsx, has not ended.
+        """
         await self._do(
             self._write,
-            "UPDATE epochs SET ended = ?, reason = ?, evidence = ? WHERE epoch = ?",
-            (time.time(), reason, evidence, epoch),
+            "UPDATE epochs SET ended = ?, reason = ?, evidence = ?, requeued = ? WHERE epoch = ?",
+            (time.time(), reason, evidence, json.dumps(list(requeued)), epoch),
         )
 
     async def voided_epochs(self) -> dict[str, str]:
         """The epochs that have ended, with the reason: no server of theirs may be used again, by whatever run."""
         query = "SELECT epoch, ifnull(reason, '') FROM epochs WHERE ended IS NOT NULL"
         return dict(await self._do(lambda: self._connection.execute(query).fetchall()))
+
+    # --- trust
+
+    async def violation(self, epoch: str, marker: Marker | None, invariant: str, evidence: str) -> None:
+        """Records one violation; `marker` is None where it speaks of the whole run."""
+        await self._do(
+            self._write,
+            "INSERT INTO violations (at, epoch, marker, invariant, evidence) VALUES (?, ?, ?, ?, ?)",
+            (time.time(), epoch, None if marker is None else str(marker), invariant, evidence),
+        )
+
+    async def vouch(self, epoch: str, sequence: int) -> None:
+        """Every dump of `epoch` up to this capture number lies before a sound canary. It never goes down."""
+        await self._do(self._write, "UPDATE epochs SET vouched = max(vouched, ?) WHERE epoch = ?", (sequence, epoch))
+
+    async def doubtful(self, epoch: str) -> list[CommittedRow]:
+        """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        return await self._do(self._doubtful, epoch)
+
+    def _doubtful(self, epoch: str) -> list[CommittedRow]:
+        unvouched = "epoch = :epoch AND sequence > ifnull((SELECT vouched FROM epochs WHERE epoch = :epoch), 0)"
+        query = f"{COMMITTED} AND {unvouched} ORDER BY sequence"
+        return [CommittedRow(*row) for row in self._connection.execute(query, {"epoch": epoch})]
+
+    async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
+        """Takes back, in one transaction, every sample of `epoch` that no sound canary vouches for.
+
+        They are pending again and handed out by `acquire`, in this process too; their attempts are kept, so that no marker is
+        used twice, and their failures. Nothing is recorded where nothing was doubtful.
+
+        Returns:
+            What the ledger said of them, in the order of their capture: where the shards lie that are to be discarded.
+        """
+        return await self._do(self._revoke, epoch, invariant, evidence)
+
+    def _revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
+        with self._transaction() as db:
+            rows = self._doubtful(epoch)
+            if rows:
+                indices = [row.index for row in rows]
+                db.execute(
+                    "INSERT INTO revocations (at, epoch, invariant, evidence, samples) VALUES (?, ?, ?, ?, ?)",
+                    (time.time(), epoch, invariant, evidence, json.dumps(indices)),
+                )
+                db.executemany(
+                    "UPDATE samples SET state = 'pending', marker = NULL, epoch = NULL, sequence = NULL, root = NULL, "
+                    "nbytes = NULL, crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL WHERE idx = ?",
+                    ((index,) for index in indices),
+                )
+        # Those beyond the cursor, committed by an earlier run, are met by it, and would be leased twice if they were kept too.
+        self._returned.extend(row.index for row in rows if row.index <= self._cursor)
+        self._move(
+            pending=len(rows),
+            committed=-len(rows),
+            tokens_committed=-sum(row.tokens for row in rows),
+            bytes_committed=-sum(row.nbytes for row in rows),
+        )
+        return rows
+
+    async def remember(self, key: str, value: str) -> None:
+        """Records a fact that may change; `recall` returns it."""
+        await self._do(
+            self._write, "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
+        )
+
+    async def recall(self, key: str) -> str | None:
+        """The fact last recorded under `key`; None where there is none."""
+        return await self._do(self._recall, key)
+
+    def _recall(self, key: str) -> str | None:
+        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
 
     async def next_canary(self) -> int:
         """A number for a canary's marker, from 1, durably never given twice."""
@@ -247,6 +322,19 @@ class SqliteLedger:
     async def counts(self) -> Counts:
         """The job's totals, kept up to date in memory."""
         return self._counts
+
+    def revoked(self) -> set[int]:
+        """The samples that were revoked and are not committed again: a shard of theirs is not to be kept. Blocks."""
+        query = (
+            "SELECT DISTINCT samples.idx FROM revocations, json_each(revocations.samples) AS given "
+            "JOIN samples ON samples.idx = given.value WHERE samples.state != 'committed'"
+        )
+        with translated(self._path):
+            reader = connect(self._path, read_only=True)
+            try:
+                return {index for (index,) in reader.execute(query)}
+            finally:
+                reader.close()
 
     def committed_roots(self) -> Iterator[tuple[int, str]]:
         """(index, root) of every committed sample, in order. Blocks; on a connection of its own."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hsx.errors import RunError
 from hsx.ports import BadRow, CommittedRow, Counts
-from hsx.stores.ledger_schema import connect, count, translated
+from hsx.stores.ledger_schema import COMMITTED, connect, count, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,13 +57,36 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class EpochRow:
-    """One life of a server: when it began and ended (Unix seconds), and why it ended."""
+    """One life of a server.
+
+    Attributes:
+        epoch: its id.
+        began: when, in Unix seconds.
+        ended: when it was voided; None where it was not.
+        reason: the invariant, or the kind of error, that voided it.
+        evidence: what was expected and what was found.
+        requeued: samples that went back to the queue for it.
+        vouched: capture number up to which a sound canary vouches for its dumps.
+    """
 
     epoch: str
     began: float
     ended: float | None
     reason: str | None
     evidence: str | None
+    requeued: tuple[int, ...]
+    vouched: int
+
+
+@dataclass(frozen=True, slots=True)
+class RevocationRow:
+    """Samples of one epoch that were committed and then taken back, and why; `at` in Unix seconds."""
+
+    at: float
+    epoch: str
+    invariant: str
+    evidence: str
+    samples: tuple[int, ...]
 
 
 class LedgerReader:
@@ -112,12 +135,8 @@ class LedgerReader:
 
     def committed(self) -> Iterator[CommittedRow]:
         """Every committed sample, in index order."""
-        query = (
-            "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence "
-            "FROM samples WHERE state = 'committed' ORDER BY idx"
-        )
         with translated(self._path):
-            for row in self._connection.execute(query):
+            for row in self._connection.execute(f"{COMMITTED} ORDER BY idx"):
                 yield CommittedRow(*row)
 
     def quarantined(self) -> Iterator[QuarantinedRow]:
@@ -139,8 +158,26 @@ class LedgerReader:
     def epochs(self) -> list[EpochRow]:
         """The lives of the server, oldest first."""
         with translated(self._path):
-            rows = self._connection.execute("SELECT epoch, began, ended, reason, evidence FROM epochs ORDER BY began")
-            return [EpochRow(*row) for row in rows]
+            query = "SELECT epoch, began, ended, reason, evidence, ifnull(requeued, '[]'), vouched FROM epochs ORDER BY began"
+            rows = self._connection.execute(query).fetchall()
+        return [
+            EpochRow(epoch, began, ended, reason, evidence, tuple(json.loads(requeued)), vouched)
+            for epoch, began, ended, reason, evidence, requeued, vouched in rows
+        ]
+
+    def revocations(self) -> list[RevocationRow]:
+        """What was committed and taken back again, oldest first."""
+        with translated(self._path):
+            query = "SELECT at, epoch, invariant, evidence, samples FROM revocations ORDER BY id"
+            rows = self._connection.execute(query).fetchall()
+        return [RevocationRow(at, epoch, name, why, tuple(json.loads(samples))) for at, epoch, name, why, samples in rows]
+
+    def violations_by_invariant(self) -> dict[str, int]:
+        """How often each invariant did not hold, in the whole job, by its name; those that always held are absent."""
+        with translated(self._path):
+            return dict(
+                self._connection.execute("SELECT invariant, count(*) FROM violations GROUP BY invariant ORDER BY invariant")
+            )
 
     def failures_by_reason(self) -> dict[str, int]:
         """How many attempts failed, by invariant or error kind."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE_NAME: Final = "ledger.sqlite"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 SCHEMA: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE samples (
@@ -39,12 +39,55 @@ CREATE TABLE failures (
     reason TEXT NOT NULL, evidence TEXT NOT NULL, quarantined INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE epochs (
-    epoch TEXT PRIMARY KEY, began REAL NOT NULL, ended REAL, reason TEXT, evidence TEXT, record TEXT NOT NULL
+    epoch TEXT PRIMARY KEY, began REAL NOT NULL, ended REAL, reason TEXT, evidence TEXT, record TEXT NOT NULL,
+    requeued TEXT, vouched INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE TABLE rejected (
     line INTEGER PRIMARY KEY, sample_id TEXT NOT NULL, reason TEXT NOT NULL, message TEXT NOT NULL
 ) STRICT;
 """
+"""The tables of version 1, with the columns that `epochs` has now."""
+TRUST: Final = """
+CREATE TABLE violations (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, epoch TEXT NOT NULL, marker TEXT, invariant TEXT NOT NULL, evidence TEXT NOT NULL
+) STRICT;
+CREATE INDEX fired ON violations (invariant);
+CREATE TABLE revocations (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, epoch TEXT NOT NULL, invariant TEXT NOT NULL, evidence TEXT NOT NULL,
+    samples TEXT NOT NULL
+) STRICT;
+"""
+_OF_SAMPLES_1: Final = (
+    "'prompt_tokens', 'uncached', 'epoch', 'expected', 'rows', 'tokens_equal', 'finite', 'nonzero_rows', 'not_repeated', "
+    "'published'"
+)
+_VIOLATIONS_1: Final = f"""
+SELECT at, epoch, marker, reason AS invariant, evidence FROM failures WHERE reason IN ({_OF_SAMPLES_1})
+UNION ALL SELECT ended, epoch, NULL, reason, evidence FROM epochs
+WHERE ended IS NOT NULL AND reason IN ('advancing', 'alive', 'canary')
+"""  # noqa: S608 - made of constants
+"""What version 1 knew of violations: those that failed an attempt, and those that voided an epoch for the run's sake."""
+COMMITTED: Final = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed'"
+"""The fields of `hsx.ports.CommittedRow`, in order, of every committed sample."""
+MIGRATIONS: Final[dict[int, str]] = {
+    1: f"""
+{TRUST}
+INSERT INTO violations (at, epoch, marker, invariant, evidence) {_VIOLATIONS_1};
+ALTER TABLE epochs ADD COLUMN requeued TEXT;
+ALTER TABLE epochs ADD COLUMN vouched INTEGER NOT NULL DEFAULT 0;
+""",
+}
+"""By version: the statements that turn a ledger of that version into one of the next."""
+SHOWN_AS_CURRENT: Final[dict[int, str]] = {
+    1: f"""
+CREATE TEMP VIEW violations AS {_VIOLATIONS_1.replace("FROM epochs", "FROM main.epochs")};
+CREATE TEMP VIEW revocations AS SELECT NULL AS id, NULL AS at, NULL AS epoch, NULL AS invariant, NULL AS evidence,
+    NULL AS samples WHERE 0;
+CREATE TEMP VIEW epochs AS SELECT epoch, began, ended, reason, evidence, record, NULL AS requeued, 0 AS vouched
+    FROM main.epochs;
+""",  # noqa: S608 - made of constants
+}
+"""By version: temporary views under which a reader, who may change nothing, sees an older ledger as a current one."""
 
 
 @contextmanager
@@ -57,22 +100,64 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """Opens an existing ledger; checks its schema version. Raises RunError `ledger_failed`."""
+    """Opens an existing ledger. One of an older version is brought up to date, or, read-only, shown as if it were.
+
+    Raises RunError `ledger_failed`.
+    """
     with translated(path):
         if not path.is_file():
             raise RunError("ledger_failed", f"ledger {path} is missing; expected it to be made by hsx run")
         mode = "ro" if read_only else "rw"
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, check_same_thread=False)
-        connection.isolation_level = None
-        connection.execute("PRAGMA busy_timeout = 30000")
-        if not read_only:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version != SCHEMA_VERSION:
-        connection.close()
-        raise RunError("ledger_failed", f"ledger {path} has schema version {version}; expected {SCHEMA_VERSION}")
+        try:
+            connection.isolation_level = None
+            connection.execute("PRAGMA busy_timeout = 30000")
+            if read_only:
+                _show_as_current(connection, path)
+            else:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")
+                _migrate(connection, path)
+        except BaseException:
+            connection.close()
+            raise
     return connection
+
+
+def _version(connection: sqlite3.Connection, path: Path) -> int:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version > SCHEMA_VERSION:
+        raise RunError(
+            "ledger_failed",
+            f"ledger {path} has schema version {version}; expected {SCHEMA_VERSION} or older: "
+            "a newer hsx has written it, and only that one or a newer one can go on",
+        )
+    if version != SCHEMA_VERSION and version not in MIGRATIONS:
+        raise RunError("ledger_failed", f"ledger {path} has schema version {version}; expected {SCHEMA_VERSION}")
+    return version
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Brings the tables up to date, each step in one transaction with its version number."""
+    while _version(connection, path) != SCHEMA_VERSION:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            version = _version(connection, path)  # read again under the lock: another may have done it meanwhile
+            if version != SCHEMA_VERSION:
+                for statement in MIGRATIONS[version].split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {version + 1:d}")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+
+def _show_as_current(connection: sqlite3.Connection, path: Path) -> None:
+    version = _version(connection, path)
+    if version != SCHEMA_VERSION:
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.executescript(SHOWN_AS_CURRENT[version])
 
 
 def count(db: sqlite3.Connection) -> Counts:

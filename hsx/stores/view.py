@@ -53,6 +53,11 @@ class UnionView:
         except OSError as error:
             raise store_error(error, path) from error
 
+    def unlink(self, index: int) -> None:
+        """Hides sample `index` again; what is no link is left alone. Idempotent. Raises RunError `store_unwritable`."""
+        if self.target(index) is not None:
+            self._unlink(index)
+
     def repair(self, committed: Iterable[tuple[int, str]]) -> int:
         """Makes the view show the committed (index, root) pairs and nothing else; returns how many links that took.
 

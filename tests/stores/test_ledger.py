@@ -178,7 +178,7 @@ def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE meta (key, value)")
     other.close()
-    with pytest.raises(RunError, match="schema version 0; expected 1"):
+    with pytest.raises(RunError, match="schema version 0; expected 2"):
         LedgerReader(tmp_path / "other.sqlite")
 
 
@@ -202,6 +202,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "ledger.sqlite"
         create(self.path, new_run(), {}, TOKENS, [])
         self.ledger = SqliteLedger(self.path)
+        self.do(self.ledger.epoch_began(RECORD))
+        self.vouched = 0
         self.state = dict.fromkeys(range(4), "pending")
         self.attempts = dict.fromkeys(range(4), 0)
         self.out: list[Lease] = []
@@ -243,6 +245,18 @@ class LedgerMachine(RuleBasedStateMachine):
         lease = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
         self.do(self.ledger.give_back([lease]))
 
+    @rule(vouched=st.integers(0, 5))
+    def vouch(self, vouched: int) -> None:
+        self.do(self.ledger.vouch("e1", vouched))
+        self.vouched = max(self.vouched, vouched)
+
+    @rule()
+    def revoke(self) -> None:
+        doubtful = [i for i in range(4) if self.state[i] == "committed" and i + 1 > self.vouched]
+        assert [row.index for row in self.do(self.ledger.doubtful("e1"))] == doubtful
+        assert [row.index for row in self.do(self.ledger.revoke("e1", "fingerprint", "other states"))] == doubtful
+        self.state |= dict.fromkeys(doubtful, "pending")
+
     @rule()
     def requeue(self) -> None:
         freed = self.do(self.ledger.requeue(None))
@@ -264,6 +278,8 @@ class LedgerMachine(RuleBasedStateMachine):
             states = list(self.state.values())
             found = (counts.pending, counts.committed, counts.quarantined)
             assert found == tuple(states.count(s) for s in ("pending", "committed", "quarantined"))
+            with LedgerReader(self.path) as reader:
+                assert reader.counts() == counts
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
