@@ -41,7 +41,7 @@ def page(folder: Path) -> str:
     lines = ["| row | fault | what hsx does | reference | SGLang |", "| --- | --- | --- | --- | --- |"]
     for name, row in ROWS.items():
         reference = told(results.get(f"{name}.reference"))
-        sglang = told(results.get(f"{name}.sglang")) if row.sglang else "–"
+        sglang = told(results.get(f"{name}.sglang")) if row.sglang else "-"
         lines.append(f"| `{name}` | {row.says} | {row.does} | {reference} | {sglang} |")
     return "\n\n".join((_INTRODUCTION, "\n".join(lines), baseline(results.get(BASELINE)))) + "\n"
 
@@ -67,8 +67,8 @@ def baseline(result: dict[str, Any] | None) -> str:
     )
     return (
         "## Can this matrix fail?\n\n"
-        "The way in which hidden states were extracted before hsx is kept as a test: it predicts the number of the server's next "
-        f"dump. In the story of the row `seed_story` {saw}."
+        "The way in which hidden states were extracted before hsx is kept as a test: it predicts the number of the server's "
+        f"next dump. In the story of the row `seed_story` {saw}."
     )
 
 

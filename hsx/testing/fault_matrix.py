@@ -12,16 +12,20 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from structlog.testing import capture_logs
+
 from hsx.core.layout import index_of_key
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.testing.truth import wrong_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
     from pathlib import Path
 
+    from hsx.app import Outcome
     from hsx.config_load import LoadedConfig
+    from hsx.testing.tiny_job import TinyJob
 
 BASELINE: Final = "baseline"
 """Name of the result of the script that predicts the counter."""
@@ -248,20 +252,19 @@ class Matrix:
 
     def _none_doubled(self, row: str, loaded: LoadedConfig, committed: Mapping[int, str]) -> None:
         """Each committed sample has one shard, on the root that the ledger names, and nothing else lies on the roots."""
-        shards = sorted(
-            (index, root.name)
-            for root in loaded.roots
-            for path in root.path.rglob("c.*")
-            if (index := index_of_key(path.name)) is not None
-        )
+        names = [(path.name, root.name) for root in loaded.roots for path in root.path.rglob("c.*")]
+        shards = sorted((index, root) for name, root in names if (index := index_of_key(name)) is not None)
         assert shards == sorted(committed.items()), f"{row}: the shards on the roots are not the ledger's"
+
+
+async def run_logged(job: TinyJob) -> tuple[Outcome, list[MutableMapping[str, Any]]]:
+    """Runs or continues the job in this process; how it ended, and its log."""
+    with capture_logs() as lines:
+        outcome = await job.run()
+    return outcome, lines
 
 
 def log_lines(*files: Path) -> list[dict[str, Any]]:
     """The JSON lines of logs, one file after the other; other lines are left out, torn ones among them."""
-    lines = []
-    for file in files:
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("{") and line.endswith("}"):
-                lines.append(json.loads(line))
-    return lines
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
