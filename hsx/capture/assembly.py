@@ -71,12 +71,14 @@ class Plan:
         pieces: what to take, in batch order.
         failures: markers that failed with this batch.
         gone: partial markers that are given up; their files are to be deleted.
+        foreign: requests that began with this forward and whose rid is no marker.
     """
 
     rows: int
     pieces: tuple[Piece, ...]
     failures: tuple[Failure, ...]
     gone: tuple[Marker, ...]
+    foreign: int
 
 
 @dataclass(slots=True)
@@ -86,14 +88,9 @@ class _Partial:
 
 
 class Assembly:
-    """The state of all markers that this server has seen.
-
-    Attributes:
-        foreign: requests prefilled whose rid is no marker; each chunk at offset 0 counts as one request.
-    """
+    """The state of all markers that this server has seen."""
 
     def __init__(self) -> None:
-        self.foreign = 0
         self._partial: OrderedDict[Marker, _Partial] = OrderedDict()
         self._settled: OrderedDict[Marker, None] = OrderedDict()
 
@@ -115,12 +112,12 @@ class Assembly:
         """
         pieces: list[Piece] = []
         failures: list[Failure] = []
-        row = 0
+        row = foreign = 0
         seen: set[Marker] = set()
         for rid, offset, count in zip(rids, prefix_lens, extend_lens, strict=True):
             marker = parse(rid)
             if marker is None:
-                self.foreign += offset == 0
+                foreign += offset == 0
             elif marker not in self._settled and count > 0:
                 seen.add(marker)
                 outcome = self._take(marker, row, offset, count)
@@ -129,7 +126,7 @@ class Assembly:
                 else:
                     failures.append(outcome)
             row += count
-        return Plan(row, tuple(pieces), tuple(failures), self._expire(seen))
+        return Plan(row, tuple(pieces), tuple(failures), self._expire(seen), foreign)
 
     def is_settled(self, marker: Marker) -> bool:
         """Whether the marker was published or failed, as far as is remembered."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hsx.capture import unrounded
+from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.model import CaptureRefusedError, find_norm, norm_input, set_layers
 from hsx.capture.report import write_refusal, write_report
@@ -125,6 +126,7 @@ class Hooks:
             self._batch, self._pre_norm = None, None
         if batch is not None:
             session.finish(batch)
+        session.save()
         return output
 
     def before_logits(
@@ -183,12 +185,15 @@ class Hooks:
         # Every rank of the tensor-parallel group holds the full states; one writes.
         if get_attn_tensor_model_parallel_rank() != 0:
             return
+        # Before the report: whoever sees that finds the state beside it, and a second server reports nothing.
+        counter = Counter(self._folder, record.epoch)
         hidden_size = int(config.hidden_size)
         engine = f"sglang {sglang_version}"
         aid = os.environ.get(unrounded.VARIABLE)
         writer = DumpWriter(self._folder, record.epoch, spec, hidden_size, record.model, engine)
-        self._session = Session(
+        session = Session(
             writer,
+            counter,
             len(layers),
             unrounded.Unrounded(Path(aid), spec.states, hidden_size) if aid else None,
         )
@@ -206,6 +211,7 @@ class Hooks:
             plugin_version=__version__,
         )
         write_report(self._folder, report, weight)
+        self._session = session
         log.info("capture.installed epoch=%s layers=%s final=%s folder=%s", record.epoch, layers, spec.final, self._folder)
 
     def _after_norm(self, _module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:

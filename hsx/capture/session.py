@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from hsx.capture.counter import Counter
     from hsx.capture.dumpwriter import DumpWriter
     from hsx.capture.unrounded import Unrounded
     from hsx.core.marker import Marker
@@ -56,20 +57,17 @@ class Session:
 
     Args:
         writer: where dumps go.
+        counter: keeps the epoch's state file.
         layers: number of captured layers, without the final state.
         unrounded: the test aid, or None.
     """
 
-    def __init__(self, writer: DumpWriter, layers: int, unrounded: Unrounded | None = None) -> None:
+    def __init__(self, writer: DumpWriter, counter: Counter, layers: int, unrounded: Unrounded | None = None) -> None:
         self._writer = writer
+        self._counter = counter
         self._layers = layers
         self._unrounded = unrounded
         self._assembly = Assembly()
-
-    @property
-    def foreign(self) -> int:
-        """Requests seen so far whose rid is no marker."""
-        return self._assembly.foreign
 
     def begin(
         self, rids: Sequence[str], prefix_lens: Sequence[int], extend_lens: Sequence[int], input_ids: torch.Tensor | None
@@ -84,6 +82,7 @@ class Session:
         """
         with self.contained([marker for rid in rids if (marker := parse(rid))]):
             plan = self._assembly.forward(rids, prefix_lens, extend_lens)
+            self._counter.add(foreign=plan.foreign, incomplete=len(plan.gone))
             for marker in plan.gone:
                 log.info("capture.dropped marker=%s", marker)
                 self._drop(marker)
@@ -121,6 +120,14 @@ class Session:
                 with self.contained([piece.marker]):
                     self._write(piece, states[rows], ids[rows])
 
+    def save(self) -> None:
+        """The forward is over, whether anything was taken of it or not: the state file tells of what it changed.
+
+        At most one small write; none where nothing changed.
+        """
+        with self.contained([]):
+            self._counter.save()
+
     def _write(self, piece: Piece, states: torch.Tensor, ids: NDArray[np.int32]) -> None:
         marker = piece.marker
         if piece.begins:
@@ -135,6 +142,7 @@ class Session:
         if piece.whole:
             sequence = self._writer.publish(marker)
             self._assembly.settle(marker)
+            self._counter.add(sequence=sequence, published=1)
             log.debug("capture.published marker=%s sequence=%d", marker, sequence)
 
     def contained(self, markers: Iterable[Marker]) -> AbstractContextManager[None, bool]:
@@ -151,6 +159,9 @@ class Session:
             self._writer.fail(marker, reason, errno)
         except OSError:
             log.exception("capture.error_file_failed marker=%s", marker)
+            self._counter.add(incomplete=1)
+        else:
+            self._counter.add(failed=1)
 
     def _drop(self, marker: Marker) -> None:
         self._writer.drop(marker)

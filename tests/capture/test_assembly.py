@@ -44,7 +44,7 @@ def test_foreign_rows_are_counted_and_skipped() -> None:
     plan = assembly.forward(["HEALTH_CHECK_1", str(mine), "f" * 32, "f" * 32], [0, 0, 0, 7], [1, 2, 3, 4])
     assert plan.pieces == (Piece(mine, 1, 0, 2, begins=True, whole=True),)
     assert plan.rows == 10
-    assert assembly.foreign == 2
+    assert plan.foreign == 2
 
 
 def test_cached_prefix_fails() -> None:

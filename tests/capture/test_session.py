@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.session import Session
 from hsx.capture.unrounded import Unrounded
+from hsx.core.epoch import LOCK_NAME, STATE_NAME, CaptureState, state_from_json
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.reader import MappedDump
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SPEC = CaptureSpec((1, 3), "post_norm")
@@ -42,9 +46,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def session(folder: Path, tmp_path: Path) -> Session:
+def counter(folder: Path) -> Iterator[Counter]:
+    counter = Counter(folder, "epoch")
+    yield counter
+    counter.close()
+
+
+@pytest.fixture
+def session(folder: Path, tmp_path: Path, counter: Counter) -> Session:
     writer = DumpWriter(folder, "epoch", SPEC, WIDTH, "model", "test 1")
-    return Session(writer, len(SPEC.layers), Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
+    return Session(writer, counter, len(SPEC.layers), Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
 
 
 def run(session: Session, chunks: list[tuple[Marker | str, int, torch.Tensor]], padding: int = 0) -> None:
@@ -55,6 +66,18 @@ def run(session: Session, chunks: list[tuple[Marker | str, int, torch.Tensor]], 
         ids += 100  # the server may overwrite its ids after the batch was read
         session.tensors(batch, aux, final)
         session.finish(batch)
+    session.save()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_NAME, STATE_NAME))
+
+
+def counts(folder: Path) -> tuple[int, int, int, int, int]:
+    """sequence, published, failed, foreign, incomplete"""
+    state = state_from_json((folder / STATE_NAME).read_text())
+    assert isinstance(state, CaptureState)
+    return state.sequence, state.published, state.failed, state.foreign, state.incomplete
 
 
 def reason(folder: Path, marker: Marker) -> str:
@@ -73,21 +96,22 @@ def test_chunks_of_two_requests_and_a_foreign_one(session: Session, folder: Path
         assert np.array_equal(np.load(tmp_path / "float32" / f"{marker}.npy"), expected(ids).numpy())
         assert dump.header.sequence == (1 if marker is LONG else 2)
         dump.close()
-    assert session.foreign == 1
-    assert len(list(folder.iterdir())) == 2
+    assert counts(folder) == (2, 2, 0, 1, 0)
+    assert len(names(folder)) == 2
 
 
 def test_cached_prefix_leaves_an_error(session: Session, folder: Path) -> None:
     run(session, [(LONG, 9, torch.arange(1))])
-    assert [p.name for p in folder.iterdir()] == [f"{LONG}.error"]
+    assert names(folder) == [f"{LONG}.error"]
+    assert counts(folder) == (0, 0, 1, 0, 0)
     assert "cached prefix" in reason(folder, LONG)
 
 
 def test_gap_removes_the_part(session: Session, folder: Path) -> None:
     run(session, [(LONG, 0, torch.arange(4))])
-    assert [p.name for p in folder.iterdir()] == [f"{LONG}.part"]
+    assert names(folder) == [f"{LONG}.part"]
     run(session, [(LONG, 6, torch.arange(4))])
-    assert [p.name for p in folder.iterdir()] == [f"{LONG}.error"]
+    assert names(folder) == [f"{LONG}.error"]
 
 
 def test_retraction_starts_again(session: Session, folder: Path) -> None:
@@ -105,7 +129,8 @@ def test_rerun_of_a_published_marker_changes_nothing(session: Session, folder: P
     before = (folder / f"{SHORT}.safetensors").read_bytes()
     run(session, [(SHORT, 0, torch.arange(3) + 9)])
     assert (folder / f"{SHORT}.safetensors").read_bytes() == before
-    assert len(list(folder.iterdir())) == 1
+    assert names(folder) == [f"{SHORT}.safetensors"]
+    assert counts(folder) == (1, 1, 0, 0, 0)
 
 
 def test_one_marker_that_cannot_be_written_costs_no_other(session: Session, folder: Path) -> None:
@@ -116,11 +141,12 @@ def test_one_marker_that_cannot_be_written_costs_no_other(session: Session, fold
 
 
 def test_lost_folder_is_survived(session: Session, folder: Path) -> None:
-    folder.rmdir()
+    shutil.rmtree(folder)
     run(session, [(SHORT, 0, torch.arange(3))])
     folder.mkdir()
     run(session, [(LONG, 0, torch.arange(10))])
-    assert [p.name for p in folder.iterdir()] == [f"{LONG}.safetensors"]
+    assert names(folder) == [f"{LONG}.safetensors"]
+    assert counts(folder) == (1, 1, 0, 0, 1)
 
 
 def test_forward_without_tensors_fails_its_markers(session: Session, folder: Path) -> None:
@@ -162,4 +188,18 @@ def test_vanished_request_leaves_no_file(session: Session, folder: Path) -> None
     run(session, [(LONG, 0, torch.arange(4))])
     for turn in range(40):
         run(session, [(f"other-{turn}", 0, torch.arange(2))])
-    assert list(folder.iterdir()) == []
+    assert names(folder) == []
+    assert counts(folder) == (0, 0, 0, 40, 1)
+
+
+def test_the_state_is_never_ahead_of_the_dumps(session: Session, folder: Path) -> None:
+    """Between a dump's rename and the end of its forward the state file is the one of before."""
+    ids = torch.arange(3)
+    batch = session.begin([str(SHORT), "other"], [0, 0], [3, 1], torch.cat([ids, ids[:1]]))
+    assert batch is not None
+    session.tensors(batch, *model(torch.cat([ids, ids[:1]])))
+    session.finish(batch)
+    assert names(folder) == [f"{SHORT}.safetensors"]
+    assert counts(folder) == (0, 0, 0, 0, 0)
+    session.save()
+    assert counts(folder) == (1, 1, 0, 1, 0)

@@ -1,0 +1,124 @@
+"""The capture side's own account of an epoch: `counter.json`, and the lock that makes it the only one who writes.
+
+Shared by the SGLang plugin and by the reference engine. The state is written after the dumps that it counts, so it may lag
+behind the folder (by a forward under way, or while the file system is full) and is never ahead of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from hsx.capture.model import CaptureRefusedError
+from hsx.core.dump import PART_SUFFIX
+from hsx.core.epoch import LOCK_NAME, STATE_NAME, CaptureState, to_json
+
+log = logging.getLogger(__name__)
+
+_HOLDER_BYTES: Final = 100
+_START_FIELD: Final = 19
+"""Position of the start time in a stat line once pid and name are cut off."""
+
+
+class Counter:
+    """Holds the epoch's capture lock from its making to the end of the process, and counts. Thread-safe.
+
+    Args:
+        folder: `<dump_dir>/<epoch>`; it exists.
+        epoch: the epoch's uuid.
+
+    Raises:
+        CaptureRefusedError: another process captures into this epoch; the message names its pid.
+        OSError: lock or state file cannot be written.
+    """
+
+    def __init__(self, folder: Path, epoch: str) -> None:
+        self._lock_fd = _hold(folder / LOCK_NAME)
+        self._path = folder / STATE_NAME
+        self._part = folder / (STATE_NAME + PART_SUFFIX)
+        self._guard = threading.Lock()
+        self._state = CaptureState(epoch, os.getpid(), _own_start_ticks(), 0, 0, 0, 0, 0)
+        self._saved: CaptureState | None = None
+        self._failing = False
+        try:
+            self._write(self._state)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def state(self) -> CaptureState:
+        """What has been counted, saved or not."""
+        return self._state
+
+    def add(self, *, sequence: int = 0, published: int = 0, failed: int = 0, foreign: int = 0, incomplete: int = 0) -> None:
+        """Counts; `save` makes it known.
+
+        Args:
+            sequence: the last number given; 0 where none was given.
+            published: dumps that have their final name.
+            failed: error files that have theirs.
+            foreign: requests prefilled whose rid is no marker.
+            incomplete: markers given up without an error file.
+        """
+        with self._guard:
+            state = self._state
+            self._state = replace(
+                state,
+                sequence=sequence or state.sequence,
+                published=state.published + published,
+                failed=state.failed + failed,
+                foreign=state.foreign + foreign,
+                incomplete=state.incomplete + incomplete,
+            )
+
+    def save(self) -> None:
+        """Publishes the state where it changed. Never raises: what cannot be written now is written by a later call."""
+        with self._guard:
+            if self._state == self._saved:
+                return
+            try:
+                self._write(self._state)
+            except OSError:
+                if not self._failing:
+                    log.exception("capture.state_failed")
+                self._failing = True
+            else:
+                self._failing = False
+
+    def close(self) -> None:
+        """Lets go of the lock. For tests: a server keeps it to its death."""
+        os.close(self._lock_fd)
+
+    def _write(self, state: CaptureState) -> None:
+        self._part.write_text(to_json(state), encoding="utf-8")
+        self._part.rename(self._path)
+        self._saved = state
+
+
+def _hold(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        message = f"{holder} already captures into this epoch: a second server was started with the same epoch record"
+        raise CaptureRefusedError(message) from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _own_start_ticks() -> int:
+    # As in hsx.engines.process, which is not for this side to import.
+    text = Path("/proc/self/stat").read_text(errors="replace")
+    return int(text[text.rindex(")") + 2 :].split()[_START_FIELD])
