@@ -1,7 +1,8 @@
 """The dump directory of the current epoch: who waits for which dump, and which dumps are there.
 
 inotify wakes waiters within a fraction of a millisecond, but its queue can overflow and it says nothing of files that were
-there before; so the folder is also rescanned each second. The file's existence is the truth, an event only a hint.
+there before; so the folder is also rescanned each second. The file's existence is the truth, an event only a hint. So it
+is with the folder itself: a server goes on writing by name, so one that was deleted or replaced is no longer the epoch's.
 """
 
 from __future__ import annotations
@@ -16,21 +17,36 @@ from typing import TYPE_CHECKING
 from asyncinotify import Inotify, Mask, Watch
 
 from hsx.core.dump import ERROR_SUFFIX, PART_SUFFIX, SUFFIX
-from hsx.core.epoch import NORM_NAME, RECORD_NAME, REFUSAL_NAME, REPORT_NAME, CaptureReport, record_from_json, report_from_json
+from hsx.core.epoch import (
+    LOCK_NAME,
+    NORM_NAME,
+    RECORD_NAME,
+    REFUSAL_NAME,
+    REPORT_NAME,
+    STATE_NAME,
+    CaptureReport,
+    CaptureState,
+    record_from_json,
+    report_from_json,
+    state_from_json,
+)
 from hsx.core.marker import ANY_PREFIX, prefix
-from hsx.dumps.reader import MappedDump
+from hsx.dumps.reader import MappedDump, read_header
 from hsx.errors import EngineError, RunError, SampleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from hsx.core.dump import DumpHeader
     from hsx.core.epoch import EpochRecord
     from hsx.core.marker import Marker
 
 RESCAN_S = 1.0
 _ERROR_TEXT = 2000
-_RECORDS = {RECORD_NAME, REPORT_NAME, REFUSAL_NAME, NORM_NAME}
+_PUBLISHED = {RECORD_NAME, REPORT_NAME, REFUSAL_NAME, NORM_NAME, STATE_NAME}
+_RECORDS = {LOCK_NAME, *_PUBLISHED, *(name + PART_SUFFIX for name in _PUBLISHED)}
+"""What a server leaves beside dumps; it may have been killed between a record's write and its rename."""
 
 
 class DumpDirectory:
@@ -48,6 +64,8 @@ class DumpDirectory:
         self._dump_dir = dump_dir
         self._is_alive = is_alive
         self._folder: Path | None = None
+        self._identity = -1
+        """Descriptor of the folder that was entered: while it is open, no other folder can be taken for it."""
         self._waiting: dict[str, asyncio.Event] = {}
         try:
             self._inotify = Inotify()
@@ -66,17 +84,33 @@ class DumpDirectory:
     def enter(self, epoch: str) -> None:
         """Turns to the folder of `epoch`. Raises RunError `staging_failed` where it cannot be watched."""
         folder = self._dump_dir / epoch
+        identity = -1
         try:
-            watched = self._inotify.add_watch(folder, Mask.MOVED_TO | Mask.ONLYDIR)
+            identity = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            watched = self._inotify.add_watch(folder, Mask.MOVED_TO | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.ONLYDIR)
         except OSError as error:
+            _close(identity)
             raise RunError("staging_failed", f"dump folder {folder} cannot be watched: {error.strerror}") from error
         if self._watched is not None and self._watched.wd != watched.wd and self._watched in self._inotify.watches:
-            self._inotify.rm_watch(self._watched)
-        self._folder, self._watched = folder, watched
+            # The watch of a deleted folder is gone already, also where its last event has not been read yet.
+            with suppress(OSError):
+                self._inotify.rm_watch(self._watched)
+        _close(self._identity)
+        self._folder, self._watched, self._identity = folder, watched, identity
+
+    def intact(self) -> bool:
+        """Whether the folder that `enter` found still stands under its name, the same one, with its epoch record."""
+        try:
+            mine = os.fstat(self._identity)
+            return os.path.samestat(mine, self.folder.stat()) and (self.folder / RECORD_NAME).is_file()
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Stops watching for good. Idempotent."""
         self._inotify.close()
+        _close(self._identity)
+        self._identity = -1
 
     async def watch(self) -> None:
         """Wakes waiters until cancelled; runs beside the pipeline and survives changes of epoch."""
@@ -88,7 +122,7 @@ class DumpDirectory:
                     event = await self._inotify.get()
                 if event.mask & Mask.MOVED_TO and event.name is not None:
                     self._wake(str(event.name))
-                if event.mask & Mask.Q_OVERFLOW:
+                if event.mask & (Mask.Q_OVERFLOW | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.IGNORED):
                     next_scan = loop.time()
             except TimeoutError:
                 for name in self._waiting:
@@ -103,21 +137,49 @@ class DumpDirectory:
     def report(self) -> CaptureReport | None:
         """The capture plugin's report; None until it is published.
 
-        Raises EngineError `capture_off` with the plugin's own reason where it cannot capture, `epoch_unknown` for a broken
-        file.
+        Raises EngineError `capture_off` with the plugin's own reason where it cannot capture (or may not any more: a refusal
+        counts even beside a report), `epoch_unknown` for a broken file.
         """
-        with suppress(FileNotFoundError):
-            return report_from_json((self.folder / REPORT_NAME).read_text(encoding="utf-8", errors="replace"))
-        with suppress(FileNotFoundError):
-            reason = (self.folder / REFUSAL_NAME).read_text(encoding="utf-8", errors="replace").strip()
-            raise EngineError("capture_off", f"the capture plugin cannot capture: {reason[:_ERROR_TEXT]}")
-        return None
+        reason = self.refusal()
+        if reason is not None:
+            raise EngineError("capture_off", f"the capture plugin cannot capture: {reason}")
+        text = self._record(REPORT_NAME)
+        return None if text is None else report_from_json(text)
+
+    def refusal(self) -> str | None:
+        """The capture side's reason why there is no capture in this epoch, or may not be any more; None where it runs."""
+        text = self._record(REFUSAL_NAME)
+        return None if text is None else text.strip()[:_ERROR_TEXT]
+
+    def state(self) -> CaptureState | None:
+        """What the capture side counted so far; None where it has not begun to count.
+
+        The file lags behind the dumps by a forward, and is never ahead of them.
+
+        Raises EngineError `epoch_unknown` for a broken file, or one of another epoch.
+        """
+        text = self._record(STATE_NAME)
+        if text is None:
+            return None
+        state = state_from_json(text)
+        if state.epoch != self.folder.name:
+            raise EngineError("epoch_unknown", f"{STATE_NAME} is of epoch {state.epoch}; expected {self.folder.name}")
+        return state
+
+    def _record(self, name: str) -> str | None:
+        """The text of a record in the epoch's folder; None where there is none."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise EngineError("epoch_unknown", f"{self.folder / name} cannot be read: {error.strerror}") from error
 
     async def arrival(self, marker: Marker) -> None:
         """Returns once the dump of `marker` is there. Waits for ever: the caller sets the deadline. One waiter per marker.
 
-        Raises, when an error file appears instead:
-            EngineError: `staging_full` where the operating system refused the write (no space, I/O error).
+        Raises, when an error file appears instead, or the folder is not the one entered any more:
+            EngineError: `staging_full` where the operating system refused the write (no space, I/O error); `staging_gone`.
             SampleError: `dump_failed` where the capture side gave this dump up.
         """
         name = str(marker)
@@ -130,6 +192,7 @@ class DumpDirectory:
             del self._waiting[name]
 
     def _is_there(self, marker: Marker) -> bool:
+        self._check_intact()
         if self._path(marker, SUFFIX).exists():
             return True
         try:
@@ -151,6 +214,7 @@ class DumpDirectory:
 
         Raises:
             SampleError: `dump_invalid`, also where the file is not there (any more).
+            EngineError: `staging_gone` where the whole folder is not.
             RunError: `staging_failed` where this user may not read it.
         """
         path = self._path(marker, SUFFIX)
@@ -160,7 +224,15 @@ class DumpDirectory:
             message = f"dump {path} may not be read: {error.strerror}; run hsx and the server as one user"
             raise RunError("staging_failed", message) from error
         except OSError as error:
+            self._check_intact()
             raise SampleError("dump_invalid", f"{marker}: dump cannot be read: {error.strerror}") from error
+
+    def peek(self, marker: Marker) -> DumpHeader | None:
+        """The header of the dump named `marker`, read without mapping it; None where there is none or it cannot be read."""
+        try:
+            return read_header(self._path(marker, SUFFIX))
+        except (OSError, SampleError):
+            return None
 
     def remove(self, marker: Marker) -> None:
         """Unlinks the dump and the error file of `marker`; missing ones are fine.
@@ -210,5 +282,15 @@ class DumpDirectory:
                 continue  # a folder that cannot be read is not ours to clear
         return swept
 
+    def _check_intact(self) -> None:
+        if not self.intact():
+            message = f"dump folder {self.folder} was deleted or replaced; expected the one that this epoch began with"
+            raise EngineError("staging_gone", message)
+
     def _path(self, marker: Marker, suffix: str) -> Path:
         return self.folder / f"{marker}{suffix}"
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

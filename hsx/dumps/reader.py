@@ -1,4 +1,4 @@
-"""Opens one published dump: a read-only mapping with its header decoded and its two tensors viewed in place."""
+"""Opens one published dump: its header alone, or a read-only mapping with its two tensors viewed in place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.core.dump import ID_BYTES, MAX_HEADER, DumpHeader, decode_header
+from hsx.core.dump import ALIGNMENT, ID_BYTES, MAX_HEADER, DumpHeader, decode_header
 from hsx.errors import SampleError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+def read_header(path: Path) -> DumpHeader:
+    """The header of the dump at `path`, without mapping it.
+
+    Raises:
+        SampleError: kind `dump_invalid` where header or size are not as the format demands.
+        OSError: there is no such file, or it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        start = os.pread(descriptor, ALIGNMENT, 0)
+        length = int.from_bytes(start[:8], "little")
+        if ALIGNMENT < 8 + length <= 8 + MAX_HEADER:
+            start = os.pread(descriptor, 8 + length, 0)
+        return decode_header(start, os.fstat(descriptor).st_size)[0]
+    finally:
+        os.close(descriptor)
 
 
 class MappedDump:
