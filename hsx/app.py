@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from asyncio_throttle import Throttler
 
 from hsx.admission import Admission
+from hsx.canary import Canary
 from hsx.capture.report import read_norm
 from hsx.clock import SystemClock
 from hsx.core.admission import Limits
+from hsx.core.pairing import Outstanding
 from hsx.core.policy import WindowLimit
 from hsx.core.progress import ProgressLimits, deadline_s
 from hsx.core.restart import RestartLimits, RestartPolicy
+from hsx.dumps.compare import row_distances
 from hsx.dumps.directory import DumpDirectory
 from hsx.dumps.measure import measure
 from hsx.engines import sglang
@@ -39,9 +42,12 @@ from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots, discard_strays
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts
+from hsx.suspects import Suspects
+from hsx.sweeper import Sweeper
 from hsx.systemd import Notifier
 from hsx.telemetry import Telemetry
-from hsx.watchdog import Watchdog
+from hsx.vouching import Vouching
+from hsx.watchdog import Watchdog, WatchdogParts
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
@@ -153,7 +159,8 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
         ledger = SqliteLedger(job.ledger)
         try:
             before = await ledger.counts()
-            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before)
+            violations = await ledger.violations_by_invariant()
+            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
             interrupted = await run.run() if before.pending else False
             return _outcome(loaded, telemetry, before, await ledger.counts(), interrupted=interrupted)
@@ -188,7 +195,7 @@ class Run:
         self._layout: StoreLayout = store.layout
         for root in roots:
             root.sweep()
-        discard_strays(roots, ledger.committed_roots(), store.layout.samples)
+        discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
         view = UnionView(store)
         view.repair(ledger.committed_roots())
         self._client = outside.client
@@ -206,16 +213,8 @@ class Run:
             telemetry,
         )
         self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
-        gate = self._make_gate(clock)
-        self._supervisor = self._make_supervisor(clock, gate)
-        self._watchdog = Watchdog(
-            self._supervisor,
-            self._admission,
-            clock,
-            self._progress_limits,
-            WindowLimit(config.watchdog.violations, config.watchdog.violation_window_s),
-            gate.canary,
-        )
+        canary = self._make_canary()
+        self._suspects = Suspects(ledger, telemetry)
         self._writer = Writer(
             roots,
             view,
@@ -229,6 +228,13 @@ class Run:
                 reserves={root.name: root.reserve for root in loaded.roots},
             ),
         )
+        self._vouching = Vouching(
+            config.watchdog.canary_every, canary, ledger, self._writer.revoke, self._suspects, telemetry, clock
+        )
+        self._supervisor = self._make_supervisor(clock, canary)
+        self._watchdog = self._make_watchdog(clock, canary)
+        self._outstanding = Outstanding(ledger.run)
+        self._sweeper = Sweeper(ledger.run, self._outstanding, self._dumps, ledger, clock, self._watchdog.count)
         self._pipeline = self._make_pipeline(clock)
         self._interrupted = False
 
@@ -243,10 +249,9 @@ class Run:
                 async with asyncio.TaskGroup() as services:
                     committing = services.create_task(self._writer.run())
                     others = [services.create_task(service) for service in self._services()]
-                    await self._pipeline.run()
+                    await self._extract_all()
                     await self._writer.close()
                     await committing
-                    await self._pipeline.sweep()
                     for task in others:
                         task.cancel()
         finally:
@@ -259,11 +264,23 @@ class Run:
                 self._progress.update(self._telemetry.snapshot())
         return self._interrupted
 
+    async def _extract_all(self) -> None:
+        """Extracts until nothing is pending and a canary vouches for all of it; or, drained, for what there is."""
+        while True:
+            await self._pipeline.run()
+            if await self._vouching.close():
+                break
+        epoch = self._supervisor.epoch
+        if epoch is not None:
+            await self._sweeper.sweep(epoch)
+            await self._watchdog.look_at_counter(epoch, self._sweeper)
+
     def _services(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the pipeline until it is done."""
         return [
             self._supervisor.run(),
-            self._watchdog.run(),
+            self._watchdog.run(self._sweeper),
+            self._vouching.run(self._supervisor.ready),
             self._dumps.watch(),
             self._notifier.keep_alive(self._watchdog.is_looking),
             self._report(),
@@ -304,23 +321,33 @@ class Run:
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
         }
 
-    def _make_gate(self, clock: Clock) -> Gate:
+    def _make_canary(self) -> Canary:
         config = self._loaded.config
-        return Gate(
+        return Canary(
             run=self._ledger.run,
             spec=self._job.spec,
             shape=self._job.shape,
+            timeout_s=config.watchdog.grace_s + config.pipeline.dump_deadline_s,
+            tolerance=config.watchdog.canary_tolerance,
+            client=self._client,
+            dumps=self._dumps,
+            ledger=self._ledger,
+            measure=self._measure,
+            distances=row_distances,
+        )
+
+    def _make_supervisor(self, clock: Clock, canary: Canary) -> Supervisor:
+        config = self._loaded.config
+        gate = Gate(
+            spec=self._job.spec,
+            shape=self._job.shape,
             longest=self._layout.max_tokens,
-            canary_timeout_s=config.watchdog.grace_s + config.pipeline.dump_deadline_s,
+            canary=canary,
             client=self._client,
             dumps=self._dumps,
             ledger=self._ledger,
             clock=clock,
-            measure=self._measure,
         )
-
-    def _make_supervisor(self, clock: Clock, gate: Gate) -> Supervisor:
-        config = self._loaded.config
         parts = SupervisorParts(
             owner=self._owner,
             client=self._client,
@@ -330,6 +357,8 @@ class Run:
             clock=clock,
             gate=gate.check,
             on_report=self._record_norm,
+            before_start=lambda: None,
+            consequences=self._vouching,
         )
         limits = RestartLimits(
             first_s=config.watchdog.backoff_first_s,
@@ -346,6 +375,23 @@ class Run:
             start_timeout_s=config.engine.start_timeout_s,
             stop_grace_s=config.engine.stop_grace_s,
         )
+
+    def _make_watchdog(self, clock: Clock, canary: Canary) -> Watchdog:
+        config = self._loaded.config.watchdog
+        parts = WatchdogParts(
+            supervisor=self._supervisor,
+            admission=self._admission,
+            dumps=self._dumps,
+            ledger=self._ledger,
+            observer=self._telemetry,
+            clock=clock,
+            canary=canary.check,
+        )
+        return Watchdog(parts, self._progress_limits, WindowLimit(config.violations, config.violation_window_s))
+
+    def _on_commit(self) -> None:
+        self._watchdog.committed()
+        self._vouching.committed()
 
     def _make_pipeline(self, clock: Clock) -> Pipeline:
         config = self._loaded.config
@@ -373,12 +419,15 @@ class Run:
             ledger=self._ledger,
             writer=self._writer,
             admission=self._admission,
+            outstanding=self._outstanding,
+            sweeper=self._sweeper,
+            suspects=self._suspects,
             pace=Throttler(rate_limit=math.ceil(rate), period=math.ceil(rate) / rate),
             observer=self._telemetry,
             clock=clock,
             measure=self._measure,
             on_failure=self._watchdog.failed,
-            on_success=self._watchdog.committed,
+            on_success=self._on_commit,
             on_server_lost=self._watchdog.server_lost,
         )
         return Pipeline(settings, parts)

@@ -57,6 +57,11 @@ def _violations(data: dict[str, Any]) -> Values:
     return {name: counted.get(name, 0) for name in {**INVARIANTS, **counted}}
 
 
+def _violations_of_job(data: dict[str, Any]) -> Values:
+    counted: dict[str, float] = data["invariants"]["job"]["by_name"]
+    return {name: counted.get(name, 0) for name in {**INVARIANTS, **counted}}
+
+
 def _states(data: dict[str, Any]) -> Values:
     return {state.value: int(state.value == data["engine"]["state"]) for state in State}
 
@@ -79,7 +84,15 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Samples quarantined by this run",
         lambda data: data["quarantine"]["by_run"],
     ),
-    MetricSpec("hsx_violations_total", "counter", "invariant", "Violated invariants", _violations),
+    MetricSpec(
+        "hsx_samples_revoked_total",
+        "counter",
+        "",
+        "Committed samples that this run took back, to extract them again",
+        lambda data: data["progress"]["samples"]["revoked_by_run"],
+    ),
+    MetricSpec("hsx_violations_total", "counter", "invariant", "Invariants violated in this run", _violations),
+    MetricSpec("hsx_job_violations", "gauge", "invariant", "Invariants violated in the whole job", _violations_of_job),
     MetricSpec(
         "hsx_attempts_failed_total",
         "counter",
@@ -93,6 +106,16 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "reason",
         "Restarts of the server",
         lambda data: data["engine"]["restarts"]["by_reason"],
+    ),
+    MetricSpec(
+        "hsx_samples_requeued_total",
+        "counter",
+        "",
+        "Samples that went back to the queue because their epoch was voided",
+        lambda data: data["engine"]["restarts"]["requeued"],
+    ),
+    MetricSpec(
+        "hsx_canaries_passed_total", "counter", "", "Canaries that came back sound", lambda data: data["canaries"]["passed"]
     ),
     MetricSpec(
         "hsx_step_seconds_total",

@@ -58,13 +58,15 @@ class Telemetry:
         self._before: Counts | None = None
         self._adopted = 0
         self._quarantined = 0
-        self._revoked: tuple[int, ...] = (0, 0, 0)
+        self._revoked: Counter[str] = Counter()
         self._convicted = 0
-        self._canary: dict[str, Any] = {"time": None, "epoch": "", "sequence": 0, "passed": 0}
+        self._canary: dict[str, Any] = {"passed": 0, "time": None, "epoch": "", "sequence": 0}
         self._step_seconds: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
+        self._violations_before: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
+        self._requeued = 0
         self._engine = (State.STOPPED.value, "", self._began_wall)
         self._waiting = ""
         self._epoch: dict[str, Any] = {"id": "", "continued": False, "count": 0}
@@ -74,10 +76,11 @@ class Telemetry:
         self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
         self._last_restarts: deque[dict[str, Any]] = deque(maxlen=LAST_RESTARTS)
 
-    def job_began(self, name: str, run: str, store: str, counts: Counts) -> None:
-        """The job is open; `counts` is what the ledger held before this run did anything."""
+    def job_began(self, name: str, run: str, store: str, counts: Counts, violations: Mapping[str, int] | None = None) -> None:
+        """The job is open; `counts` and `violations` (by invariant) are what the ledger held before this run did anything."""
         self._job = {"name": name, "run": run, "store": store}
         self._before = counts
+        self._violations_before = Counter(violations or {})
         self.log.info("job.began", **self._job, **asdict(counts))
 
     def sample_committed(
@@ -162,6 +165,7 @@ class Telemetry:
     def engine_restarted(self, reason: str, evidence: str, requeued: int, delay_s: float) -> None:
         """The epoch was voided, and a restart follows after `delay_s` seconds; `requeued` samples went back to the queue."""
         self._restarts[reason] += 1
+        self._requeued += requeued
         entry = {"reason": reason, "evidence": evidence, "requeued": requeued, "delay_s": round(delay_s, 3)}
         self._last_restarts.append({"time": self._wall(), **entry})
         self._remember(reason, evidence, "")
@@ -174,17 +178,17 @@ class Telemetry:
 
     def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int = 0, nbytes: int = 0) -> None:
         """Committed samples, `count` of them, were taken back with their tokens and the bytes of their shards."""
-        self._revoked = tuple(a + b for a, b in zip(self._revoked, (count, tokens, nbytes), strict=True))
-        self._remember(invariant, f"{count} samples revoked: {evidence}", "")
+        self._revoked.update(samples=count, tokens=tokens, bytes=nbytes)
+        self._remember(invariant, f"samples revoked: {count}; {evidence}", "")
         self.log.error("samples.revoked", epoch=epoch, invariant=invariant, evidence=evidence, count=count)
 
     def canary_passed(self, epoch: str, sequence: int) -> None:
         """A canary came back sound; `sequence` is the capture number up to which it vouches."""
-        self._canary = {"time": self._wall(), "epoch": epoch, "sequence": sequence, "passed": self._canary["passed"] + 1}
+        self._canary = {"passed": self._canary["passed"] + 1, "time": self._wall(), "epoch": epoch, "sequence": sequence}
         self.log.info("canary.passed", epoch=epoch, sequence=sequence)
 
     def sample_convicted(self, index: int, deaths: int) -> None:
-        """A sample was found to kill the server, which died `deaths` times with it; its quarantine is told apart."""
+        """A sample was found to kill the server, which died `deaths` times with it. Its quarantine is reported besides."""
         self._convicted += 1
         self.log.error("sample.convicted", index=index, deaths=deaths)
 
@@ -212,7 +216,11 @@ class Telemetry:
         before = self._before
         token_rates = self._tokens.rates(now)
         progress: dict[str, Any] = {
-            "samples": {"committed_by_run": self._samples.total, "per_second": asdict(self._samples.rates(now))},
+            "samples": {
+                "committed_by_run": self._samples.total,
+                "revoked_by_run": self._revoked["samples"],
+                "per_second": asdict(self._samples.rates(now)),
+            },
             "tokens": {"committed_by_run": self._tokens.total, "per_second": asdict(token_rates)},
             "bytes": {"committed_by_run": self._bytes.total, "per_second": asdict(self._bytes.rates(now))},
             "adopted": self._adopted,
@@ -222,18 +230,19 @@ class Telemetry:
         quarantined, rejected = self._quarantined, 0
         if before is not None:
             quarantined, rejected = quarantined + before.quarantined, before.rejected
-            revoked, tokens_revoked, bytes_revoked = self._revoked
-            committed = before.committed + self._samples.total - revoked
-            tokens = before.tokens_committed + self._tokens.total - tokens_revoked
+            revoked = self._revoked
+            committed = before.committed + self._samples.total - revoked["samples"]
+            tokens = before.tokens_committed + self._tokens.total - revoked["tokens"]
             progress["samples"] |= {
                 "total": before.pending + before.committed + before.quarantined,
                 "committed": committed,
-                "pending": max(0, before.pending - self._samples.total - self._quarantined + revoked),
+                "pending": max(0, before.pending - self._samples.total - self._quarantined + revoked["samples"]),
             }
             progress["tokens"] |= {"total": before.tokens_total, "committed": tokens}
-            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total - bytes_revoked}
+            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total - revoked["bytes"]}
             progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
         state, reason, since = self._engine
+        violations = self._violations_before + self._violations
         return {
             "job": {**self._job, "began": self._began_wall, "seconds": round(age, 3)},
             "progress": progress,
@@ -246,14 +255,25 @@ class Telemetry:
                 "restarts": {
                     "total": sum(self._restarts.values()),
                     "by_reason": dict(self._restarts),
+                    "requeued": self._requeued,
                     "last": list(self._last_restarts),
                 },
             },
             "in_flight": dict(self._in_flight),
             "staging": {"bytes": self._staging_bytes},
             "roots": {name: {"free_bytes": free} for name, free in self._root_free.items()},
-            "invariants": {"violations": sum(self._violations.values()), "by_name": dict(self._violations)},
+            "invariants": {
+                "violations": self._violations.total(),
+                "by_name": dict(self._violations),
+                "job": {"violations": violations.total(), "by_name": dict(violations)},
+            },
+            "canaries": dict(self._canary),
             "failed_attempts": dict(self._failures),
-            "quarantine": {"count": quarantined, "by_run": self._quarantined, "rejected_rows": rejected},
+            "quarantine": {
+                "count": quarantined,
+                "by_run": self._quarantined,
+                "convicted": self._convicted,
+                "rejected_rows": rejected,
+            },
             "last_errors": list(self._errors),
         }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.marker import Marker
-    from hsx.ports import Commit, Ledger, Observer, Receipt, Root, Samples, View
+    from hsx.ports import Commit, CommittedRow, Ledger, Observer, Receipt, Root, Samples, View
 
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ class Writer:
         self._pending = dict.fromkeys(self._roots, 0)
         self._settled = asyncio.Event()
         self._lost: dict[str, RunError] = {}
+        self._revoking = asyncio.Lock()
         self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[bool]] | None] = asyncio.Queue()
         self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
         self._sync_threads = ThreadPoolExecutor(len(self._roots), "hsx-sync")
@@ -91,6 +92,8 @@ class Writer:
         Raises:
             RunError: `roots_full` or `root_unusable` when no root is left that can take it.
         """
+        async with self._revoking:
+            pass  # a shard that is written before its revoked one is discarded would be discarded instead
         while True:
             root = await self._place(size)
             try:
@@ -154,6 +157,18 @@ class Writer:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((entry, done))
         return await done
+
+    async def revoke(self, rows: Sequence[CommittedRow]) -> None:
+        """Takes samples out of the store that the ledger has revoked: hides them first, and then discards their shards.
+
+        On roots that are out of service shards stay; they, and those that a crash leaves, go at the next start.
+
+        Raises RunError `store_unwritable` where one cannot be hidden.
+        """
+        async with self._revoking:
+            work = asyncio.get_running_loop().run_in_executor(self._sync_threads, self._hide, rows)
+            for name, error in await _finish(work):
+                self._lose(name, error)
 
     async def run(self) -> None:
         """Commits groups until `close`; what was queued before that is still committed."""
@@ -246,6 +261,20 @@ class Writer:
                     self._roots[name].discard(index)
                 except RunError as error:
                     failed[name] = error
+        return list(failed.items())
+
+    def _hide(self, rows: Sequence[CommittedRow]) -> list[tuple[str, RunError]]:
+        """Hides samples and discards their shards; returns the roots that failed at that."""
+        for row in rows:
+            self._view.unlink(row.index)
+        failed: dict[str, RunError] = {}
+        for row in rows:
+            if row.root not in self._roots or row.root in self._lost or row.root in failed:
+                continue
+            try:
+                self._roots[row.root].discard(row.index)
+            except RunError as error:
+                failed[row.root] = error
         return list(failed.items())
 
     def _lose(self, name: str, error: RunError) -> None:

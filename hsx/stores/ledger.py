@@ -21,7 +21,16 @@ from hsx.core.sample import Lease, Sample
 from hsx.errors import EngineError, RunError
 from hsx.ports import BadRow, Commit, CommittedRow, Counts
 from hsx.stores.durable import sync_folder
-from hsx.stores.ledger_schema import COMMITTED, SCHEMA, SCHEMA_VERSION, TRUST, connect, count, translated
+from hsx.stores.ledger_schema import (
+    COMMITTED,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TRUST,
+    VIOLATIONS_BY_INVARIANT,
+    connect,
+    count,
+    translated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,6 +237,10 @@ class SqliteLedger:
             "INSERT INTO violations (at, epoch, marker, invariant, evidence) VALUES (?, ?, ?, ?, ?)",
             (time.time(), epoch, None if marker is None else str(marker), invariant, evidence),
         )
+
+    async def violations_by_invariant(self) -> dict[str, int]:
+        """How often each invariant did not hold so far, in the whole job, by its name."""
+        return await self._do(lambda: dict(self._connection.execute(VIOLATIONS_BY_INVARIANT).fetchall()))
 
     async def vouch(self, epoch: str, sequence: int) -> None:
         """Every dump of `epoch` up to this capture number lies before a sound canary. It never goes down."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hsx.errors import RunError
 from hsx.ports import BadRow, CommittedRow, Counts
-from hsx.stores.ledger_schema import COMMITTED, connect, count, translated
+from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT, connect, count, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,9 +175,7 @@ class LedgerReader:
     def violations_by_invariant(self) -> dict[str, int]:
         """How often each invariant did not hold, in the whole job, by its name; those that always held are absent."""
         with translated(self._path):
-            return dict(
-                self._connection.execute("SELECT invariant, count(*) FROM violations GROUP BY invariant ORDER BY invariant")
-            )
+            return dict(self._connection.execute(VIOLATIONS_BY_INVARIANT).fetchall())
 
     def failures_by_reason(self) -> dict[str, int]:
         """How many attempts failed, by invariant or error kind."""

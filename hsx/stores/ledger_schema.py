@@ -69,6 +69,7 @@ WHERE ended IS NOT NULL AND reason IN ('advancing', 'alive', 'canary')
 """What version 1 knew of violations: those that failed an attempt, and those that voided an epoch for the run's sake."""
 COMMITTED: Final = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed'"
 """The fields of `hsx.ports.CommittedRow`, in order, of every committed sample."""
+VIOLATIONS_BY_INVARIANT: Final = "SELECT invariant, count(*) FROM violations GROUP BY invariant ORDER BY invariant"
 MIGRATIONS: Final[dict[int, str]] = {
     1: f"""
 {TRUST}

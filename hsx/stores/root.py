@@ -106,16 +106,20 @@ class ShardRoot:
         return removed
 
 
-def discard_strays(roots: Sequence[ShardRoot], committed: Iterable[tuple[int, str]], samples: int) -> int:
-    """Removes shards whose sample is committed on another of these roots; returns how many.
+def discard_strays(
+    roots: Sequence[ShardRoot], committed: Iterable[tuple[int, str]], samples: int, revoked: Iterable[int] = ()
+) -> int:
+    """Removes shards whose sample is committed on another of these roots, or was revoked; returns how many.
 
     A writer killed between rename and commit leaves a shard that no ledger knows; when the sample is extracted again it may go
-    to another root. Shards of samples that are not committed are left: they are replaced, or discarded, once they are.
+    to another root. Shards of other samples that are not committed are left: they are replaced, or discarded, once they are.
+    A revoked one is known to be in doubt, and goes even if its sample never comes back.
 
     Args:
         roots: the attached roots.
         committed: (index, root) of every committed sample.
         samples: how many samples the store has.
+        revoked: samples that were revoked and are not committed again.
 
     Raises:
         RunError: `root_unusable`, `store_invalid`.
@@ -124,10 +128,12 @@ def discard_strays(roots: Sequence[ShardRoot], committed: Iterable[tuple[int, st
     home = np.full(samples, -1, np.int16)
     for index, name in committed:
         home[index] = numbers.get(name, -1)
+    doubtful = np.zeros(samples, np.bool_)
+    doubtful[list(revoked)] = True
     removed = 0
     for number, root in enumerate(roots):
         here = visible(root.folder)
-        for index in here[(home[here] >= 0) & (home[here] != number)].tolist():
+        for index in here[((home[here] >= 0) & (home[here] != number)) | doubtful[here]].tolist():
             root.discard(index)
             removed += 1
     return removed

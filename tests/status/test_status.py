@@ -29,6 +29,7 @@ KEYS = {
     "staging",
     "roots",
     "invariants",
+    "canaries",
     "failed_attempts",
     "quarantine",
     "last_errors",

@@ -53,6 +53,7 @@ async def test_violations_are_counted_for_the_whole_job(path: Path) -> None:
     await ledger.close()
     again = SqliteLedger(path)
     await again.violation("e2", MARKER, "expected", "dump is of another marker")
+    assert await again.violations_by_invariant() == {"advancing": 1, "expected": 2}
     await again.close()
     with LedgerReader(path) as reader:
         assert reader.violations_by_invariant() == {"advancing": 1, "expected": 2}

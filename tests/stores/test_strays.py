@@ -44,6 +44,12 @@ def test_a_copy_stays_while_the_root_of_the_committed_one_is_not_attached(roots:
     assert visible(roots[0].folder).tolist() == [0, 1, 2]
 
 
+def test_shards_of_revoked_samples_go_on_every_root(roots: list[ShardRoot]) -> None:
+    assert discard_strays(roots, [(0, "a")], 4, revoked=[2, 3]) == 3
+    assert visible(roots[0].folder).tolist() == [0, 1]
+    assert visible(roots[1].folder).tolist() == [1]
+
+
 def test_discarding_what_is_not_there_is_fine(roots: list[ShardRoot]) -> None:
     roots[0].discard(3)
     roots[0].discard(0)

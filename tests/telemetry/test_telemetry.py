@@ -74,6 +74,7 @@ def test_totals_add_to_what_the_ledger_held(telemetry: Telemetry, time: Time) ->
     progress = telemetry.snapshot()["progress"]
     assert progress["samples"] | {"per_second": None} == {
         "committed_by_run": 2,
+        "revoked_by_run": 0,
         "per_second": None,
         "total": 16,
         "committed": 7,
@@ -120,13 +121,66 @@ def test_failures_are_told_apart_from_quarantine(telemetry: Telemetry, events: l
     telemetry.attempt_failed("m", "finite", "NaN", quarantined=True)
     data = telemetry.snapshot()
     assert data["failed_attempts"] == {"finite": 2}
-    assert data["quarantine"] == {"count": 2, "by_run": 1, "rejected_rows": 2}
+    assert data["quarantine"] == {"count": 2, "by_run": 1, "convicted": 0, "rejected_rows": 2}
     assert data["progress"]["samples"]["pending"] == 9
     assert [(event["event"], event["level"]) for event in events[1:]] == [
         ("attempt.failed", "warning"),
         ("sample.quarantined", "error"),
     ]
     assert data["last_errors"][0] == {"time": 1e9 + 100, "kind": "finite", "message": "NaN", "marker": "m"}
+
+
+def test_revoked_samples_are_pending_again(telemetry: Telemetry, events: list[dict[str, Any]]) -> None:
+    begin(telemetry)
+    commit(telemetry, 0)
+    commit(telemetry, 1, 20)
+    telemetry.samples_revoked(EPOCH, "fingerprint", "other states", count=1, tokens=20, nbytes=2000)
+    progress = telemetry.snapshot()["progress"]
+    samples = progress["samples"]
+    assert (samples["committed"], samples["pending"], samples["total"]) == (6, 9, 16)
+    assert (samples["committed_by_run"], samples["revoked_by_run"]) == (2, 1)
+    assert (progress["tokens"]["committed"], progress["bytes"]["committed"]) == (60, 1009)
+    assert events[-1] == {
+        "level": "error",
+        "event": "samples.revoked",
+        "epoch": EPOCH,
+        "invariant": "fingerprint",
+        "evidence": "other states",
+        "count": 1,
+    }
+    assert telemetry.snapshot()["last_errors"][-1]["message"] == "samples revoked: 1; other states"
+    assert b"hsx_samples_revoked_total 1.0" in metrics.render(metrics.registry_of(telemetry))
+
+
+def test_canaries_and_convictions(telemetry: Telemetry, events: list[dict[str, Any]]) -> None:
+    telemetry.canary_passed(EPOCH, 2)
+    telemetry.canary_passed(EPOCH, 504)
+    telemetry.sample_convicted(17, deaths=5)
+    data = telemetry.snapshot()
+    assert data["canaries"] == {"passed": 2, "time": 1e9 + 100, "epoch": EPOCH, "sequence": 504}
+    assert data["quarantine"]["convicted"] == 1
+    assert [(event["event"], event["level"]) for event in events] == [
+        ("canary.passed", "info"),
+        ("canary.passed", "info"),
+        ("sample.convicted", "error"),
+    ]
+    assert (events[-1]["index"], events[-1]["deaths"]) == (17, 5)
+    assert b"hsx_canaries_passed_total 2.0" in metrics.render(metrics.registry_of(telemetry))
+
+
+def test_violations_of_the_whole_job_are_told_apart_from_this_runs(telemetry: Telemetry) -> None:
+    counts = Counts(pending=1, committed=0, quarantined=0, rejected=0, tokens_total=1, tokens_committed=0, bytes_committed=0)
+    telemetry.job_began("job", "aabbccdd", "/store", counts, {"finite": 2, "alive": 1})
+    telemetry.violation("m", "finite", "NaN")
+    assert telemetry.snapshot()["invariants"] == {
+        "violations": 1,
+        "by_name": {"finite": 1},
+        "job": {"violations": 4, "by_name": {"finite": 3, "alive": 1}},
+    }
+    text = metrics.render(metrics.registry_of(telemetry)).decode()
+    assert 'hsx_violations_total{invariant="finite"} 1.0' in text
+    assert 'hsx_job_violations{invariant="finite"} 3.0' in text
+    assert 'hsx_job_violations{invariant="twins"} 0.0' in text
 
 
 def test_the_engines_life(telemetry: Telemetry, time: Time, events: list[dict[str, Any]]) -> None:
@@ -139,7 +193,8 @@ def test_the_engines_life(telemetry: Telemetry, time: Time, events: list[dict[st
     assert (engine["state"], engine["reason"], engine["since"]) == ("BACKOFF", "silence", 1e9 + 105)
     assert engine["epoch"] == {"id": EPOCH, "continued": True, "count": 1}
     assert engine["restarts"]["by_reason"] == {"advancing": 1}
-    assert engine["restarts"]["last"][0]["requeued"] == 3
+    assert engine["restarts"]["last"][0]["requeued"] == engine["restarts"]["requeued"] == 3
+    assert b"hsx_samples_requeued_total 3.0" in metrics.render(metrics.registry_of(telemetry))
     assert [event["event"] for event in events] == [
         "engine.state_changed",
         "epoch.began",

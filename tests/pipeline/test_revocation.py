@@ -1,0 +1,184 @@
+"""Samples that were committed and are revoked: hidden, discarded, extracted again; with lost roots, and over a crash."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hsx.core.epoch import EpochRecord
+from hsx.core.layout import StoreLayout
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.ports import Commit, Row
+from hsx.stores.group import create_store, open_store
+from hsx.stores.ledger import SqliteLedger, create, new_run
+from hsx.stores.root import ShardRoot, attach_roots, discard_strays
+from hsx.stores.token_writer import TokenTableWriter
+from hsx.stores.tokens import TokenTable
+from hsx.stores.view import UnionView, visible
+from hsx.telemetry import Telemetry
+from hsx.testing.roots import FailingRoot
+from hsx.testing.stores import random_states
+from hsx.writer import Writer, WriterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from hsx.core.sample import Lease
+
+SAMPLES, TOKENS, EPOCH = 4, 5, "e1"
+RECORD = EpochRecord(EPOCH, "boot", 1, 2, "", ("sglang",), "m", "", (1,), "post_norm", "sglang", "0.5.23", "0.1.0", "h", 1)
+
+
+class Bench:
+    """A writer over two real roots, with samples 0 and 2 committed on root a, 1 and 3 on root b."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places = {name: folder / name for name in ("a", "b")}
+        for place in self.places.values():
+            place.mkdir()
+        run = new_run()
+        layout = StoreLayout(SAMPLES, TOKENS, 2, 8)
+        info = create_store(folder / "store", layout, CaptureSpec((1,), "post_norm"), {}, run)
+        info, self.real = attach_roots(info, self.places)
+        create(folder / "ledger.sqlite", run, {}, [TOKENS] * SAMPLES, [])
+        with TokenTableWriter(folder / "store") as table:
+            for index in range(SAMPLES):
+                table.add(Row(f"s{index}", np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.uint8), index + 1))
+            table.finish({}, {})
+        self.layout = layout
+        self.ledger = SqliteLedger(folder / "ledger.sqlite")
+        self.view = UnionView(info)
+        self.roots = {root.name: FailingRoot(root) for root in self.real}
+        self.telemetry = Telemetry()
+        self.writer = Writer(
+            list(self.roots.values()),
+            self.view,
+            self.ledger,
+            TokenTable(folder / "store"),
+            self.telemetry,
+            WriterSettings(threads=1, group_samples=4, group_seconds=0.01, reserves={}),
+        )
+        self.rng = np.random.default_rng(1)
+
+    async def extract(self, lease: Lease, sequence: int, epoch: str = EPOCH) -> str:
+        """Writes and commits one sample; returns its root."""
+        marker = Marker(self.ledger.run, lease.sample.index, lease.attempt, TOKENS)
+        states = random_states(self.rng, TOKENS, 2, 8)
+        receipt = await self.writer.write(lease.sample.index, marker, states, self.layout.file_bytes(TOKENS))
+        assert await self.writer.commit(Commit(lease, marker, epoch, sequence, receipt, {}, adopted=False))
+        return receipt.root
+
+    async def extract_all(self) -> None:
+        """Commits every sample, on the roots by turns, under capture numbers from 1."""
+        await self.ledger.epoch_began(RECORD)
+        for lease in await self.ledger.acquire(SAMPLES):
+            home, other = ("a", "b") if lease.sample.index % 2 == 0 else ("b", "a")
+            self.roots[other].crowded = 1 << 30
+            assert await self.extract(lease, lease.sample.index + 1) == home
+            self.roots[other].crowded = 0
+
+    def shards(self) -> dict[str, list[int]]:
+        """The samples whose shards lie on each root."""
+        return {root.name: visible(root.folder).tolist() for root in self.real}
+
+    async def start_again(self) -> tuple[list[ShardRoot], UnionView]:
+        """What a start does with the store, in a process of its own for all it knows."""
+        await self.ledger.close()
+        self.ledger = SqliteLedger(self.folder / "ledger.sqlite")
+        info, roots = attach_roots(open_store(self.folder / "store"), self.places)
+        discard_strays(roots, self.ledger.committed_roots(), SAMPLES, self.ledger.revoked())
+        view = UnionView(info)
+        view.repair(self.ledger.committed_roots())
+        return roots, view
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    committing = asyncio.create_task(bench.writer.run())
+    await bench.extract_all()
+    yield bench
+    await bench.writer.close()
+    await committing
+    bench.writer.shutdown()
+    await bench.ledger.close()
+
+
+async def test_what_no_canary_vouches_for_is_hidden_discarded_and_extracted_again(bench: Bench) -> None:
+    await bench.ledger.vouch(EPOCH, 1)
+    rows = await bench.ledger.revoke(EPOCH, "fingerprint", "other states")
+    await bench.writer.revoke(rows)
+    assert [row.index for row in rows] == [1, 2, 3]
+    assert bench.view.indices().tolist() == [0]
+    assert bench.shards() == {"a": [0], "b": []}
+    for lease in await bench.ledger.acquire(9):
+        assert lease.attempt == 2
+        await bench.extract(lease, lease.sample.index, "e2")
+    assert bench.view.indices().tolist() == [0, 1, 2, 3]
+    shards = bench.shards()
+    assert sorted([*shards["a"], *shards["b"]]) == [0, 1, 2, 3]
+
+
+async def test_a_root_that_fails_is_lost_and_the_others_are_cleared(bench: Bench) -> None:
+    bench.roots["a"].failing = {"discard"}
+    await bench.writer.revoke(await bench.ledger.revoke(EPOCH, "twins", "rows were mixed"))
+    assert bench.view.indices().tolist() == []
+    assert bench.shards() == {"a": [0, 2], "b": []}
+    (error,) = bench.telemetry.snapshot()["last_errors"]
+    assert (error["kind"], "discard failed" in error["message"]) == ("root_unusable", True)
+    # Lost for the rest of the run: it is not asked again, and takes no shards.
+    await bench.writer.revoke([])
+    for lease in await bench.ledger.acquire(9):
+        assert await bench.extract(lease, lease.sample.index + 1, "e2") == "b"
+    assert bench.shards() == {"a": [0, 2], "b": [0, 1, 2, 3]}
+    _, view = await bench.start_again()
+    assert bench.shards() == {"a": [], "b": [0, 1, 2, 3]}
+    assert view.indices().tolist() == [0, 1, 2, 3]
+
+
+async def test_after_a_crash_the_next_start_discards_what_was_revoked(bench: Bench) -> None:
+    await bench.ledger.vouch(EPOCH, 2)
+    await bench.ledger.revoke(EPOCH, "fingerprint", "other states")
+    # Killed here: the ledger has revoked them, and nobody has hidden or discarded anything.
+    assert bench.view.indices().tolist() == [0, 1, 2, 3]
+    _, view = await bench.start_again()
+    assert view.indices().tolist() == [0, 1]
+    assert bench.shards() == {"a": [0], "b": [1]}
+    assert [lease.sample.index for lease in await bench.ledger.acquire(9)] == [2, 3]
+
+
+async def test_a_shard_is_not_written_while_its_revoked_one_is_about_to_be_discarded(bench: Bench) -> None:
+    rows = await bench.ledger.revoke(EPOCH, "fingerprint", "other states")
+    (lease, *_) = await bench.ledger.acquire(9)
+    revoking = asyncio.create_task(bench.writer.revoke(rows))
+    await asyncio.sleep(0)  # it has begun, and its thread has not been heard of
+    home = await bench.extract(lease, 1, "e2")
+    await revoking
+    assert bench.shards()[home] == [lease.sample.index]
+    assert bench.view.indices().tolist() == [lease.sample.index]
+
+
+async def test_revoking_is_finished_even_when_it_is_cancelled(bench: Bench) -> None:
+    rows = await bench.ledger.revoke(EPOCH, "fingerprint", "other states")
+    revoking = asyncio.create_task(bench.writer.revoke(rows))
+    await asyncio.sleep(0)
+    revoking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await revoking
+    assert bench.view.indices().tolist() == []
+    assert bench.shards() == {"a": [], "b": []}
+
+
+async def test_hiding_what_is_not_shown_is_fine_and_no_link_is_left_alone(bench: Bench) -> None:
+    bench.view.unlink(0)
+    bench.view.unlink(0)
+    assert bench.view.indices().tolist() == [1, 2, 3]
+    bench.view.path(0).write_bytes(b"somebody's own file")
+    bench.view.unlink(0)
+    assert bench.view.path(0).read_bytes() == b"somebody's own file"
