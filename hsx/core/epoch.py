@@ -25,6 +25,8 @@ a report lies beside it, the refusal counts (a second model was loaded, say)."""
 STATE_NAME: Final = "counter.json"
 LOCK_NAME: Final = "capture.lock"
 """Held with flock(LOCK_EX) by the one process that captures into this epoch, from install to its death; names its pid."""
+SHM_NAME: Final = "shm.json"
+"""Which files in /dev/shm the server's processes hold: `hsx.engines.leftovers`. Gone once nothing is left to sweep."""
 RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
 """Environment variable of the server: the path of its `server.json`, set by `hsx serve` for the capture side."""
 FORMAT: Final = 1

@@ -6,19 +6,25 @@ Both have to see the same processes: a server in another pid namespace (a contai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import TYPE_CHECKING, Final
 
-from hsx.core.epoch import RECORD_NAME
-from hsx.engines.process import process_alive, read_record
+from hsx.engines.leftovers import remember
+from hsx.engines.listeners import Hold, holds_port
+from hsx.engines.process import descendants, process_alive
+from hsx.engines.records import bystander, look_up
 from hsx.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.epoch import EpochRecord
+    from hsx.engines.listeners import Finding
 
 _POLL_S: Final = 0.5
+_REMEMBER_S: Final = 10.0
+"""How often hsx looks at what the server holds in /dev/shm, so that it can be removed should the server be killed."""
 
 
 class ExternalOwner:
@@ -54,14 +60,15 @@ class ExternalOwner:
         deadline = asyncio.get_running_loop().time() + self._wait_s
         while True:
             try:
-                self._record = await asyncio.to_thread(find_server, self._dump_dir, self._port)
+                record, notes = await asyncio.to_thread(look_for, self._dump_dir, self._port)
             except EngineError as error:
                 self._situation = error.message
                 if asyncio.get_running_loop().time() >= deadline:
                     raise EngineError("epoch_unknown", f"{error.message}; waited {self._wait_s:g} s") from error
             else:
-                self._situation = f"found epoch {self._record.epoch}, pid {self._record.pid}"
-                return self._record
+                self._record = record
+                self._situation = "; ".join((f"found epoch {record.epoch}, pid {record.pid}", *notes))
+                return record
             await asyncio.sleep(self._poll_s)
 
     async def ended(self) -> str:
@@ -69,7 +76,7 @@ class ExternalOwner:
         record = self._record
         if record is None:
             raise RuntimeError("no server was found")
-        await _gone(record, self._poll_s)
+        await _gone(record, self._poll_s, self._dump_dir / record.epoch)
         return (
             f"process {record.pid} of epoch {record.epoch} is gone; it is not a child of hsx, so its exit status is not known"
         )
@@ -79,48 +86,61 @@ class ExternalOwner:
 
 
 def find_server(dump_dir: Path, port: int) -> EpochRecord:
-    """The record of the running server on `port`; the youngest process where several claim it. Blocks briefly.
+    """The record of the running server on `port`; see `look_for`."""
+    return look_for(dump_dir, port)[0]
 
-    Raises EngineError `epoch_unknown`: there is no record, none names this port, or its process is gone; the message tells
-    which.
+
+def look_for(dump_dir: Path, port: int) -> tuple[EpochRecord, tuple[str, ...]]:
+    """The record of the running server on `port`, and what else is to be said. Blocks briefly.
+
+    A server that lives is not taken for the one that answers: where somebody listens on the port, it has to be the server or
+    a process below it. Where nobody does yet, the only server that names the port is it.
+
+    Raises EngineError `epoch_unknown`: there is no record, none names this port, its process is gone, or another listens there;
+    the message tells which.
     """
-    records, unreadable = [], list[str]()
-    for path in _folders(dump_dir, unreadable):
-        try:
-            record = read_record(path / RECORD_NAME)
-        except EngineError as error:
-            unreadable.append(error.message)
-        else:
-            records += [record] if record else []
-    mine = [record for record in records if record.port == port]
-    alive = [record for record in mine if process_alive(record)]
-    if alive:
-        return max(alive, key=lambda record: record.start_ticks)
-    if mine:
-        last = max(mine, key=lambda record: record.start_ticks)
+    records = look_up(dump_dir)
+    living = [record for record in records.living if record.port == port]
+    held = {record.epoch: holds_port(record) for record in living}
+    fit = _fit(living, held)
+    if fit is not None:
+        notes = [bystander(record, dump_dir) for record in records.living if record is not fit]
+        return fit, (held[fit.epoch].sentence, *notes) if held[fit.epoch].sentence else tuple(notes)
+    lost = [(record, why) for record, why in records.lost if record.port == port]
+    if living:
+        reason = _contested(port, living, held)
+    elif lost:
+        last, why = max(lost, key=lambda pair: pair[0].start_ticks)
         reason = (
-            f"no server runs on port {port}: the process of epoch {last.epoch}, pid {last.pid}, is gone"
-            f" ({len(mine)} records name this port); start it with hsx serve"
+            f"no server runs on port {port}: the process of epoch {last.epoch}, pid {last.pid}, is gone ({why};"
+            f" {len(lost)} records name this port); start it with hsx serve"
         )
-    elif records:
-        ports = ", ".join(str(found) for found in sorted({record.port for record in records}))
-        reason = f"no epoch record in {dump_dir} names port {port}; found ports {ports}"
+    elif records.living or records.lost:
+        ports = {record.port for record in (*records.living, *(record for record, _ in records.lost))}
+        reason = f"no epoch record in {dump_dir} names port {port}; found ports {', '.join(map(str, sorted(ports)))}"
     else:
         reason = f"no epoch record in {dump_dir}: no server was started there with hsx serve"
-    raise EngineError("epoch_unknown", "; ".join((reason, *unreadable)))
+    notes = [bystander(record, dump_dir) for record in records.living if record.port != port]
+    raise EngineError("epoch_unknown", "; ".join((reason, *notes, *records.unreadable)))
 
 
-def _folders(dump_dir: Path, unreadable: list[str]) -> list[Path]:
-    try:
-        return sorted(dump_dir.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        unreadable.append(str(error))
-        return []
+def _fit(living: list[EpochRecord], held: dict[str, Finding]) -> EpochRecord | None:
+    """The one that holds the port; where none is seen to, the only one that may."""
+    holders = [record for record in living if held[record.epoch].hold is Hold.HELD]
+    possible = holders or [record for record in living if held[record.epoch].hold is not Hold.TAKEN]
+    return possible[0] if len(possible) == 1 else None
 
 
-async def _gone(record: EpochRecord, poll_s: float) -> None:
+def _contested(port: int, living: list[EpochRecord], held: dict[str, Finding]) -> str:
+    named = ", ".join(f"epoch {record.epoch} (pid {record.pid})" for record in living)
+    if len(living) == 1:
+        return f"the server of {named} lives, but {held[living[0].epoch].sentence}; expected that server or a process below it"
+    said = "".join(f"; {found}" for found in sorted({held[record.epoch].sentence for record in living} - {""}))
+    return f"{len(living)} living servers name port {port}: {named}; expected one of them to listen there alone{said}"
+
+
+async def _gone(record: EpochRecord, poll_s: float, folder: Path) -> None:
+    """Returns when the record's process is gone. Until then keeps in mind what its tree holds in /dev/shm."""
     try:
         pidfd = os.pidfd_open(record.pid)
     except ProcessLookupError:
@@ -134,8 +154,15 @@ async def _gone(record: EpochRecord, poll_s: float) -> None:
     try:
         loop.add_reader(pidfd, over.set)
         # The pid may have passed to another process before the descriptor was opened.
-        if process_alive(record):
-            await over.wait()
+        while process_alive(record) and not over.is_set():
+            await asyncio.to_thread(_remember, record.pid, folder)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REMEMBER_S):
+                    await over.wait()
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def _remember(pid: int, folder: Path) -> None:
+    remember(folder, [pid, *descendants(pid)])

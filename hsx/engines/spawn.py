@@ -11,22 +11,26 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hsx.core.epoch import RECORD_NAME
-from hsx.engines.process import carrying, process_alive, read_record
+from hsx.engines.leftovers import sweep_epoch, sweep_shared_memory
+from hsx.engines.listeners import taken
+from hsx.engines.process import carrying, descendants, process_alive, read_record
 from hsx.engines.reaper import KILL_NOW
+from hsx.engines.records import bystander, look_up
 from hsx.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from hsx.core.epoch import EpochRecord
 
 _POLL_S: Final = 0.02
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 4000
+REAPER: Final = "hsx.engines.reaper"
 _TAG: Final = "HSX_SPAWNED_EPOCH"
 """Environment variable by which every process of a spawned server can be told."""
 
@@ -43,6 +47,8 @@ class SpawnPlan:
         log_file: gets the server's output, appended.
         env: variables added to hsx's environment.
         record_timeout_s: longest time from start to the record, which is written before the server loads anything.
+        host: address that the server will bind, and
+        port: its port: a start is refused while somebody else listens there. 0: not checked.
     """
 
     command: Sequence[str]
@@ -51,6 +57,8 @@ class SpawnPlan:
     log_file: Path
     env: Mapping[str, str] = field(default_factory=dict)
     record_timeout_s: float = 120.0
+    host: str = "127.0.0.1"
+    port: int = 0
 
 
 class SpawnOwner:
@@ -61,6 +69,7 @@ class SpawnOwner:
         self._process: asyncio.subprocess.Process | None = None
         self._epoch = ""
         self._log_start = 0
+        self._notes: tuple[str, ...] = ()
 
     @property
     def restarts(self) -> bool:
@@ -70,14 +79,15 @@ class SpawnOwner:
     @property
     def situation(self) -> str:
         """See the port."""
-        return f"the server is coming up; its output goes to {self._plan.log_file}"
+        return "; ".join((f"the server is coming up; its output goes to {self._plan.log_file}", *self._notes))
 
     async def start(self) -> EpochRecord:
         """See the port.
 
-        Must be called on the main thread: the kernel reports the death of the *thread* that forked. Raises EngineError
-        `server_start_failed`, with the end of the server's output, where the process ends or writes no record in time; nothing
-        of it is left running then, nor when this is cancelled.
+        Must be called on the main thread: the kernel reports the death of the *thread* that forked; and under the dump
+        directory's lock: what earlier owners there have spawned is killed first. Raises EngineError `server_start_failed`
+        where somebody else has the port, or, with the end of the server's output, where the process ends or writes no record
+        in time; nothing of it is left running then, nor when this is cancelled.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a server must be spawned from the main thread, whose death its reaper is told of")
@@ -86,6 +96,7 @@ class SpawnOwner:
         plan, self._epoch = self._plan, str(uuid.uuid4())
         command = [*plan.command, "--epoch", self._epoch, "--", *plan.args]
         record_file = plan.dump_dir / self._epoch / RECORD_NAME
+        self._notes = await asyncio.to_thread(_make_way, plan)
         try:
             await self._launch(command)
             async with asyncio.timeout(plan.record_timeout_s):
@@ -125,9 +136,10 @@ class SpawnOwner:
         await self._sweep()
 
     async def _sweep(self) -> None:
-        """Where the reaper itself was killed, kills what it could not: orphans, told by a variable in their environment."""
+        """Where the reaper was killed, waits for what is left of it to clear up, and does it where nothing is."""
         if self._process is not None and self._process.returncode == -signal.SIGKILL:
-            await asyncio.to_thread(_kill_carriers, f"{_TAG}={self._epoch}")
+            await asyncio.to_thread(_clear_up, {self._epoch})
+            await asyncio.to_thread(sweep_epoch, self._plan.dump_dir / self._epoch)
 
     async def _launch(self, command: list[str]) -> None:
         plan = self._plan
@@ -136,7 +148,8 @@ class SpawnOwner:
             self._log_start = os.fstat(output).st_size
             # A session of its own: Ctrl-C in the terminal is hsx's to handle, which drains before it stops the server.
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "hsx.engines.reaper", str(os.getpid()), *command),
+                *(sys.executable, "-m", REAPER, "--epoch-folder", str(plan.dump_dir / self._epoch)),
+                *(str(os.getpid()), *command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -173,14 +186,52 @@ def _alive_record(path: Path) -> EpochRecord | None:
     return record if record is not None and process_alive(record) else None
 
 
-def _kill_carriers(variable: str) -> None:
+def _make_way(plan: SpawnPlan) -> tuple[str, ...]:
+    """Ends what earlier owners have left in the dump directory; what is to be told of it, and of servers that are not ours.
+
+    Raises EngineError `server_start_failed` where the port is taken.
+    """
+    records = look_up(plan.dump_dir)
+    killed = _clear_up({folder.name for folder in plan.dump_dir.glob("*/")})
+    sweep_shared_memory(plan.dump_dir)
+    holder = taken(plan.host, plan.port) if plan.port else ""
+    if holder:
+        raise EngineError(
+            "server_start_failed",
+            f"port {plan.port} is held by {holder}; expected nobody there: end it, or give the server another port",
+        )
+    notes = [f"killed {killed} processes that an earlier run had left of its server"] if killed else []
+    return (*notes, *(bystander(record, plan.dump_dir) for record in records.living if process_alive(record)))
+
+
+def _clear_up(epochs: set[str]) -> int:
+    """Leaves no process of spawned epochs; returns how many had to be killed, where no reaper did it.
+
+    They are told by a variable in their environment. One that has overwritten it, as a server's workers do that give themselves
+    a title, is found below one that has not.
+    """
+    start, killed = time.monotonic(), set[int]()
     # Bounded: a process that is stuck in the kernel dies when the kernel lets it.
-    deadline = time.monotonic() + _KILL_S
-    while (carriers := carrying(variable)) and time.monotonic() < deadline:
-        for pid in carriers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while (carriers := {pid for pid, epoch in carrying(_TAG).items() if epoch in epochs}) and _passed(start) < 2 * _KILL_S:
+        # A reaper knows its tree better than anybody else: it is given time, unless it does not get on.
+        if _passed(start) > _KILL_S or not any(map(_is_reaper, carriers)):
+            for pid in carriers.union(*map(descendants, carriers)) - {os.getpid()}:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
         time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _passed(start: float) -> float:
+    return time.monotonic() - start
+
+
+def _is_reaper(pid: int) -> bool:
+    try:
+        return REAPER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _open_log(path: Path) -> int:

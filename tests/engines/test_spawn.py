@@ -150,7 +150,7 @@ async def test_death_of_hsx_takes_everything(tmp_path: Path, number: signal.Sign
     below = descendants(parent.pid)
     written = pids(tmp_path, epoch)
     assert set(tree(written)) <= set(below)
-    assert len(below) == 4
+    assert len(below) == 5
     parent.send_signal(number)
     await parent.wait()
     await until(lambda: not alive(below))
