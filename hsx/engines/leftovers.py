@@ -62,10 +62,11 @@ def remember(folder: Path, processes: Iterable[int]) -> None:
         since = (folder / RECORD_NAME).stat().st_mtime_ns
         known = _read(folder)
         seen = {file.name: file for file in known if file == _look(file.name)}
-        for name, inodes in _held(processes).items():
-            file = _look(name)
-            if file is not None and file.inode in inodes and file.ctime_ns >= since:
-                seen[name] = file
+        held = _held(processes)
+        for path in SHARED.iterdir():
+            file = _look(path.name)
+            if file is not None and (file.device, file.inode) in held and file.ctime_ns >= since:
+                seen[file.name] = file
         if set(seen.values()) != known:
             part = folder / f"{SHM_NAME}.{os.getpid()}{_PART}"
             part.write_text(json.dumps({"files": [asdict(file) for file in sorted(seen.values())]}), encoding="utf-8")
@@ -87,10 +88,10 @@ def sweep_epoch(folder: Path) -> int:
             part.unlink(missing_ok=True)
         # After a start of the host every name there is somebody else's, whatever its inode.
         left = [file for file in _read(folder) if file == _look(file.name)] if record.boot_id == boot_id() else []
-        held = _held(pids()) if left else {}
+        held = _held(pids()) if left else set()
         swept = 0
         for file in left:
-            if file.inode not in held.get(file.name, ()):
+            if (file.device, file.inode) not in held:
                 (SHARED / file.name).unlink(missing_ok=True)
                 swept += 1
         if swept == len(left):
@@ -132,33 +133,33 @@ def _look(name: str) -> SharedFile | None:
     return SharedFile(name, found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
-def _held(processes: Iterable[int]) -> dict[str, set[int]]:
-    """Name to inodes of what the processes have mapped or open directly in /dev/shm. Unreadable processes are passed over.
+def _held(processes: Iterable[int]) -> set[tuple[int, int]]:
+    """Device and inode of what the processes have mapped or open. Processes that this user may not look into are passed over.
 
-    A process that this user may not look into belongs to somebody else, or has shut itself off: no server does.
+    They belong to somebody else, or have shut themselves off, which no server does. Names would not do: the C library maps a
+    semaphore before it gives it its name, so that its maker's mapping shows another one.
     """
-    found: dict[str, set[int]] = {}
+    found = set[tuple[int, int]]()
     for pid in processes:
-        for path, inode in (*_mapped(pid), *_open(pid)):
-            folder, _, name = path.rpartition("/")
-            if folder == str(SHARED) and name.startswith(KINDS):
-                found.setdefault(name, set()).add(inode)
+        found.update(_mapped(pid))
+        found.update(_open(pid))
     return found
 
 
-def _mapped(pid: int) -> Iterator[tuple[str, int]]:
+def _mapped(pid: int) -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError), Path(f"/proc/{pid}/maps").open(encoding="utf-8", errors="replace") as maps:
         for line in maps:
-            # address permissions offset device inode path; a path of an unlinked file ends in " (deleted)".
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6:
-                yield fields[5], int(fields[4])
+            # address, permissions, offset, device, inode, path
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[4] != "0":
+                major, minor = fields[3].split(":")
+                yield os.makedev(int(major, 16), int(minor, 16)), int(fields[4])
 
 
-def _open(pid: int) -> Iterator[tuple[str, int]]:
+def _open(pid: int) -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                path = str(entry.readlink())
-                if path.startswith(f"{SHARED}/"):
-                    yield path, entry.stat().st_ino
+                if str(entry.readlink()).startswith(f"{SHARED}/"):
+                    found = entry.stat()
+                    yield found.st_dev, found.st_ino

@@ -106,7 +106,7 @@ class CaptureServer:
         command = self.command()
         with self.log.open("wb") as log:
             # Through the reaper, so that a test run that is killed leaves no server behind.
-            owned = [sys.executable, "-m", "hsx.engines.reaper", str(os.getpid()), *command]
+            owned = [sys.executable, "-m", "hsx.engines.reaper", "--epoch-folder", str(self.dumps), str(os.getpid()), *command]
             self._process = subprocess.Popen(owned, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_S
         while not self._answers():
