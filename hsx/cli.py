@@ -127,6 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
     requeue = actions.add_parser("requeue", parents=[job, json, verbose], help="let the next run try samples again")
     requeue.add_argument("indices", metavar="INDEX", nargs="*", type=_index, help="indices of samples, as `list` prints them")
     requeue.add_argument("--all", action="store_true", help="all quarantined samples")
+    invariants = commands.add_parser(
+        "invariants", parents=[json, verbose], help="list what is proved of each state, what follows, and how often it fired"
+    )
+    invariants.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML); default: hsx's own defaults, no counts")
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
     return parser

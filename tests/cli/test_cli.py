@@ -20,7 +20,7 @@ from hsx.testing.jobs import write_job
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMANDS = ("run", "plan", "check", "serve", "verify", "show", "quarantine", "completion")
+COMMANDS = ("run", "plan", "check", "serve", "verify", "show", "quarantine", "invariants", "completion")
 
 
 def hsx(*arguments: str) -> subprocess.CompletedProcess[str]:
