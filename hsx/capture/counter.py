@@ -60,7 +60,7 @@ class Counter:
         """Counts; `save` makes it known.
 
         Args:
-            sequence: the last number given; 0 where none was given.
+            sequence: a number that was given; the largest counts. 0 where none was given.
             published: dumps that have their final name.
             failed: error files that have theirs.
             foreign: requests prefilled whose rid is no marker.
@@ -70,7 +70,7 @@ class Counter:
             state = self._state
             self._state = replace(
                 state,
-                sequence=sequence or state.sequence,
+                sequence=max(sequence, state.sequence),
                 published=state.published + published,
                 failed=state.failed + failed,
                 foreign=state.foreign + foreign,

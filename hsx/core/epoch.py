@@ -113,7 +113,7 @@ class CaptureState:
         epoch: the epoch it belongs to.
         pid: the process that captures (in SGLang a scheduler process, a child of the server's main process).
         start_ticks: field 22 of its `/proc/<pid>/stat`, clock ticks since boot; with the pid it names one process.
-        sequence: the last number given to a dump; 0 before the first.
+        sequence: the largest number given to a dump so far, which is the last; 0 before the first.
         published: dumps published; as no number is left out, equal to `sequence`.
         failed: error files left in the place of dumps.
         foreign: requests prefilled whose rid is no marker.

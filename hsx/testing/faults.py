@@ -1,12 +1,14 @@
 """The faults that the reference engine commits on command: one table, each with what goes wrong.
 
 A fault is armed with `POST /_fault` and a JSON object {"kind", "count", "match", "value"}; it strikes the next `count`
-requests whose rid contains `match`. `FAULTS` says what `value` means where it means something. Faults marked `silent` break
-no invariant of a single sample: canaries or `hsx verify --against-hf` exist for them.
+requests whose rid contains `match`. The engine's argument `--fault` takes the same object and arms it at each start, so that it
+outlives a restart. `FAULTS` says what `value` means where it means something. Faults marked `silent` break no invariant of a
+single sample: canaries or `hsx verify --against-hf` exist for them.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass
@@ -50,6 +52,9 @@ FAULTS: Final[dict[str, Fault]] = {
     "die": Fault("engine", "the process kills itself after the first chunk of the prompt"),
     "retraction": Fault("engine", "the prompt is prefilled twice from its first token, and the answer counts one retraction"),
     "abort": Fault("engine", "the server aborts the request after its first chunk; there is no dump"),
+    "connection_reset_during": Fault(
+        "engine", "the connection is cut after the prompt's first chunk; the prefill goes on and its dump appears"
+    ),
     "swapped_rows_between_two": Fault(
         "engine", "two prompts in one batch get half of each other's rows, ids and states; waits for such a batch"
     ),
@@ -67,9 +72,13 @@ FAULTS: Final[dict[str, Fault]] = {
     "equal_layers": Fault("rows", "the first state is a copy of the last one"),
     "wrong_layer": Fault("rows", "the first state is scaled by 1.5, as if it were of another layer", silent=True),
     # when the dump is published
-    "dump_late": Fault("file", "the dump appears `value` seconds (default 1) after the answer"),
-    "dump_never": Fault("file", "no dump appears"),
-    "dump_twice": Fault("file", "the dump is published twice, the second time with a new sequence"),
+    "dump_late": Fault("file", "the dump is published, and numbered, `value` seconds (default 1) after the answer"),
+    "dump_never": Fault("file", "no dump appears, and no number is used up"),
+    "dump_vanishes": Fault("file", "the dump is numbered and counted as published, and is gone at once"),
+    "dump_twice": Fault(
+        "file", "the dump is published twice, the second time `value` seconds (default 0) later and with a new sequence"
+    ),
+    "never_sent": Fault("file", "a second dump appears under the same marker with 1000 more attempts, which was never sent"),
     "truncated_file": Fault("file", "the published file lacks its last `value` bytes (default 1)"),
     "bad_header": Fault("file", "the first byte of the header's JSON is not JSON's"),
     "wrong_epoch": Fault("file", "the header names another epoch"),
@@ -77,10 +86,12 @@ FAULTS: Final[dict[str, Fault]] = {
     "enospc": Fault("file", "the dump cannot be written: an error file with ENOSPC appears in its place"),
     "sequence_reset": Fault("file", "the header's sequence is 1 again"),
     "sequence_gap": Fault("file", "the sequence jumps: the number before was used up and never seen"),
+    "sequence_repeat": Fault("file", "the sequence is the previous dump's once more; an epoch's first dump is left alone"),
     # in the HTTP answer
     "cached_tokens": Fault("answer", "the answer says that `value` tokens (default 1) came from the cache"),
     "wrong_prompt_tokens": Fault("answer", "the answer counts `value` tokens (default 1) more than the prompt has"),
     "no_counts": Fault("answer", "the answer has no cached_tokens"),
+    "answer_cut": Fault("answer", "the connection ends in the middle of the answer's body"),
     "connection_reset_after": Fault("answer", "the connection is cut after the dump is published, before the answer"),
 }
 
@@ -115,6 +126,13 @@ class Faults:
             raise ValueError(f"count is {count}; expected at least 1, or -1 for ever")
         with self._lock:
             self._armed.append(Armed(kind, count, match, value))
+
+    def arm_json(self, text: str) -> None:
+        """Adds the fault that a JSON object with the arguments of `arm` describes. Raises ValueError where it does not."""
+        try:
+            self.arm(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"fault {text!r} cannot be armed: {error}") from error
 
     def clear(self, kind: str = "") -> None:
         """Disarms faults of one kind, or all; what has struck stays counted."""

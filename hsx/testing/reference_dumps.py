@@ -1,7 +1,8 @@
 """How the reference engine publishes its dumps, rightly or, on command, wrongly.
 
-Every dump is made by the capture side's own `DumpWriter`, in a work folder beside the dumps, and moved to its place by
-rename. Faults strike in between: in the rows before they are written, or in the file before it is moved.
+Every dump is made by the capture side's own `DumpWriter`, under a name that nobody looks at, and moved to its place by
+rename. Faults strike in between: in the rows before they are written, or in the file before it is moved. What is numbered,
+published or given up is counted by the capture side's own `Counter`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsx.capture.dumpwriter import DumpWriter
-from hsx.core.dump import ERROR_SUFFIX, SUFFIX, decode_header, encode_header
+from hsx.core.dump import PART_SUFFIX, SUFFIX, decode_header, encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hsx.capture.counter import Counter
     from hsx.core.dump import DumpHeader
     from hsx.core.epoch import CaptureReport
     from hsx.core.marker import Marker
     from hsx.testing.faults import Armed, Faults
 
 ANOTHER_EPOCH = "00000000-0000-4000-8000-000000000000"
+NEVER_SENT = 1000
+"""What the fault of that name adds to the attempt."""
 _BF16_NAN = 0x7FC0
 
 
@@ -39,14 +43,25 @@ class Rows:
     states: NDArray[np.uint16]
 
 
+class _Staged(DumpWriter):
+    """Leaves a whole dump as `<marker>.safetensors.part`, for whoever is to spoil it and move it to its name."""
+
+    def _path(self, marker: Marker, suffix: str) -> Path:
+        return super()._path(marker, suffix + PART_SUFFIX if suffix == SUFFIX else suffix)
+
+
 class Publisher:
     """Publishes the dumps of one epoch into its folder. Called from the scheduler's thread only.
+
+    Attributes:
+        counter: what has been done so far; the scheduler saves it after each step.
 
     Args:
         folder: `<dump_dir>/<epoch>`.
         report: the capture report that has been published there.
         model: model path as given.
         engine: engine name and version.
+        counter: the epoch's.
         faults: the armed faults.
         recompute: the rows of any other prompt, for faults that need some: ids -> bits of bf16 [tokens, L, H].
     """
@@ -57,13 +72,14 @@ class Publisher:
         report: CaptureReport,
         model: str,
         engine: str,
+        counter: Counter,
         faults: Faults,
         recompute: Callable[[NDArray[np.int32]], NDArray[np.uint16]],
     ) -> None:
+        self.counter = counter
         self._folder = folder
-        self._work = folder / ".work"
-        self._work.mkdir(exist_ok=True)
-        self._writer = DumpWriter(self._work, report.epoch, report.spec, report.hidden_size, model, engine)
+        self._writer = _Staged(folder, report.epoch, report.spec, report.hidden_size, model, engine)
+        self._repeats = 0
         self._vocab = report.vocab_size
         self._faults = faults
         self._recompute = recompute
@@ -71,7 +87,8 @@ class Publisher:
     def publish(self, marker: Marker, rows: Rows) -> None:
         """Publishes the dump of `marker`, or does what the armed faults say.
 
-        A dump that cannot be written leaves its error file; raises OSError where not even that can be written.
+        A dump that cannot be written leaves its error file. Where not even that can be written, as when the folder is gone,
+        it is given up, as in the plugin.
         """
         rid = str(marker)
         self._spoil(rid, rows)
@@ -80,34 +97,74 @@ class Publisher:
         if self._faults.take("enospc", rid):
             self._failed(marker, OSError(errno.ENOSPC, "No space left on device"))
             return
+        late = self._faults.take("dump_late", rid)
+        if late:
+            self._later(late.number(1.0), marker, lambda: self._publish(marker, rows))
+        else:
+            self._contained(marker, lambda: self._publish(marker, rows))
+
+    def _contained(self, marker: Marker, step: Callable[[], None]) -> None:
         try:
-            if self._faults.take("sequence_gap", rid):
-                self._write(marker, rows).unlink()
-            file = self._write(marker, rows)
-            self._deface(file, rid)
-            late = self._faults.take("dump_late", rid)
-            target = self._folder / file.name
-            if late:
-                timer = threading.Timer(late.number(1.0), file.rename, (target,))
-                timer.daemon = True
-                timer.start()
-                return
-            file.rename(target)
-            if self._faults.take("dump_twice", rid):
-                self._write(marker, rows).rename(target)
+            step()
         except OSError as error:
             self._failed(marker, error)
 
-    def _write(self, marker: Marker, rows: Rows) -> Path:
+    def _publish(self, marker: Marker, rows: Rows) -> None:
+        rid = str(marker)
+        if self._faults.take("sequence_gap", rid):
+            file, sequence = self._write(marker, rows)
+            file.unlink()
+            self.counter.add(sequence=sequence)
+        if self._writer.sequence > self._repeats and self._faults.take("sequence_repeat", rid):
+            self._repeats += 1
+        file, sequence = self._write(marker, rows)
+        self._deface(file, rid)
+        if self._faults.take("dump_vanishes", rid):
+            file.unlink()
+            self.counter.add(sequence=sequence, published=1)
+            return
+        self._place(marker, file, sequence)
+        twice = self._faults.take("dump_twice", rid)
+        if twice and twice.number(0) > 0:
+            self._later(twice.number(0), marker, lambda: self._place(marker, *self._write(marker, rows)))
+        elif twice:
+            self._place(marker, *self._write(marker, rows))
+        if self._faults.take("never_sent", rid):
+            other = replace(marker, attempt=marker.attempt + NEVER_SENT)
+            self._place(other, *self._write(other, rows))
+
+    def _write(self, marker: Marker, rows: Rows) -> tuple[Path, int]:
+        """The whole dump under its work name, and the number in it."""
         self._writer.begin(marker)
         self._writer.write(marker, 0, rows.states, rows.ids)
-        self._writer.publish(marker)
-        return self._work / f"{marker}{SUFFIX}"
+        sequence = self._writer.publish(marker) - self._repeats
+        file = self._folder / f"{marker}{SUFFIX}{PART_SUFFIX}"
+        if self._repeats:
+            _alter(file, lambda header: replace(header, sequence=sequence))
+        return file, sequence
+
+    def _place(self, marker: Marker, file: Path, sequence: int) -> None:
+        file.rename(self._folder / f"{marker}{SUFFIX}")
+        self.counter.add(sequence=sequence, published=1)
+
+    def _later(self, seconds: float, marker: Marker, step: Callable[[], None]) -> None:
+        """Publishes from a thread of its own, `seconds` from now, with the number that is next by then."""
+
+        def run() -> None:
+            self._contained(marker, step)
+            self.counter.save()
+
+        timer = threading.Timer(seconds, run)
+        timer.daemon = True
+        timer.start()
 
     def _failed(self, marker: Marker, error: OSError) -> None:
-        self._writer.fail(marker, error.strerror or str(error), error.errno or 0)
-        name = f"{marker}{ERROR_SUFFIX}"
-        (self._work / name).rename(self._folder / name)
+        try:
+            self._writer.fail(marker, error.strerror or str(error), error.errno or 0)
+        except OSError:
+            self.counter.add(incomplete=1)
+        else:
+            self.counter.add(failed=1)
 
     def _spoil(self, rid: str, rows: Rows) -> None:
         for kind, spoil in _SPOILERS.items():
@@ -132,13 +189,17 @@ class Publisher:
                 opened.write(b"?")
         for kind, change in _HEADERS.items():
             if self._faults.take(kind, rid):
-                with file.open("r+b") as opened:
-                    header, start = decode_header(opened.read(1 << 16), file.stat().st_size)
-                    # The changed header is as long: fields keep their length, and both are padded to a page.
-                    altered = encode_header(change(header))
-                    assert len(altered) == start
-                    opened.seek(0)
-                    opened.write(altered)
+                _alter(file, change)
+
+
+def _alter(file: Path, change: Callable[[DumpHeader], DumpHeader]) -> None:
+    with file.open("r+b") as opened:
+        header, start = decode_header(opened.read(1 << 16), file.stat().st_size)
+        # The changed header is as long: fields keep their length, and both are padded to a page.
+        altered = encode_header(change(header))
+        assert len(altered) == start
+        opened.seek(0)
+        opened.write(altered)
 
 
 _HEADERS: dict[str, Callable[[DumpHeader], DumpHeader]] = {

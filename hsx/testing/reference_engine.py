@@ -22,6 +22,9 @@ import torch
 from aiohttp import web
 
 import hsx
+from hsx.capture.counter import Counter
+from hsx.capture.model import CaptureRefusedError
+from hsx.capture.report import write_refusal
 from hsx.core.epoch import (
     NORM_NAME,
     RECORD_NAME,
@@ -69,6 +72,9 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--layers", default="", help="comma-separated k of each h_k")
     args.add_argument("--final", default="post_norm", choices=("post_norm", "pre_norm"))
     args.add_argument("--allow-faults", action="store_true", help="serve /_fault, see hsx.testing.faults")
+    args.add_argument(
+        "--fault", action="append", default=[], help="JSON object, as for /_fault: armed at the start; repeatable"
+    )
     args.add_argument("--die-at-boot", type=Path, help="file with a number of starts still to fail; each takes one off")
     return args
 
@@ -89,7 +95,7 @@ async def _serve(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     record, folder = _record(options)
     _die_at_boot(options.die_at_boot)
-    model, faults = ReferenceModel(options.model_path), Faults()
+    model, faults = ReferenceModel(options.model_path), _armed(options.fault)
     spec, publisher = CaptureSpec((), "post_norm"), None
     if record is not None and folder is not None:
         report = _report(record, model)
@@ -118,6 +124,16 @@ async def _serve(options: argparse.Namespace) -> None:
     sys.stderr.write(f"reference engine: listening on {options.host}:{options.port}\n")
     await stopped.wait()
     await runner.cleanup()
+
+
+def _armed(texts: Sequence[str]) -> Faults:
+    faults = Faults()
+    for text in texts:
+        try:
+            faults.arm_json(text)
+        except ValueError as error:
+            raise RunError("usage", str(error)) from error
+    return faults
 
 
 def _record(options: argparse.Namespace) -> tuple[EpochRecord | None, Path | None]:
@@ -172,11 +188,21 @@ def _report(record: EpochRecord, model: ReferenceModel) -> CaptureReport:
     )
 
 
-def _publisher(folder: Path, record: EpochRecord, report: CaptureReport, model: ReferenceModel, faults: Faults) -> Publisher:
+def _publisher(
+    folder: Path, record: EpochRecord, report: CaptureReport, model: ReferenceModel, faults: Faults
+) -> Publisher | None:
+    """None, with the reason in `capture.error`, where another process captures into this epoch: as the plugin does."""
+
     def again(ids: NDArray[np.int32]) -> NDArray[np.uint16]:
         return recompute(model, report.spec, ids)
 
-    publisher = Publisher(folder, report, record.model, f"reference {hsx.__version__}", faults, again)
+    try:
+        counter = Counter(folder, record.epoch)
+    except CaptureRefusedError as error:
+        sys.stderr.write(f"reference engine: {error}\n")
+        write_refusal(folder, str(error))
+        return None
+    publisher = Publisher(folder, report, record.model, f"reference {hsx.__version__}", counter, faults, again)
     _write(folder / NORM_NAME, model.norm.numpy().astype("<f4").tobytes())
     _write(folder / REPORT_NAME, to_json(report).encode())
     return publisher

@@ -55,6 +55,7 @@ class Face:
         self._faults = faults
         self._flying: dict[str, Work] = {}
         self._seen: set[bytes] = set()
+        self._deserted: set[asyncio.Task[Work]] = set()
 
     def application(self) -> web.Application:
         """The routes."""
@@ -101,15 +102,31 @@ class Face:
             return web.json_response({"detail": "The request queue is full."}, status=503)
         if self._faults.take("connection_reset_before", rid):
             return _cut(request)
+        if self._faults.take("connection_reset_during", rid):
+            return await self._desert(request, rid, ids)
         work = await self._prefill(rid, ids)
         if self._faults.take("connection_reset_after", rid):
             return _cut(request)
-        return web.json_response(body=msgspec.json.encode(self._answer(work)))
+        body = msgspec.json.encode(self._answer(work))
+        if self._faults.take("answer_cut", rid):
+            return await _cut_short(request, body)
+        return web.json_response(body=body)
 
-    async def _prefill(self, rid: str, ids: list[int]) -> Work:
+    async def _desert(self, request: web.Request, rid: str, ids: list[int]) -> web.StreamResponse:
+        """Cuts the connection after the first chunk; the prefill is a task of its own and goes on."""
+        begun = asyncio.Event()
+        task = asyncio.create_task(self._prefill(rid, ids, begun))
+        self._deserted.add(task)
+        task.add_done_callback(self._deserted.discard)
+        await begun.wait()
+        return _cut(request)
+
+    async def _prefill(self, rid: str, ids: list[int], begun: asyncio.Event | None = None) -> Work:
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
         prompt = np.asarray(ids, dtype=np.int64).clip(-1, 2**31 - 1).astype(np.int32)
         work = Work(rid, prompt, lambda: _wake(loop, finished))
+        if begun is not None:
+            work.begun = lambda: _wake(loop, begun)
         if self._settings.radix_cache:
             key = prompt.tobytes()
             work.skip = len(ids) - 1 if key in self._seen else 0
@@ -204,6 +221,16 @@ def _wake(loop: asyncio.AbstractEventLoop, finished: asyncio.Event) -> None:
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
+
+
+async def _cut_short(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Announces the whole body, sends half of it and closes the connection."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(body))})
+    await response.prepare(request)
+    await response.write(body[: len(body) // 2])
+    if request.transport is not None:
+        request.transport.close()
+    return response
 
 
 def _cut(request: web.Request) -> web.StreamResponse:

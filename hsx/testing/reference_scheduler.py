@@ -43,6 +43,7 @@ class Work:
         retractions: how often it was started again.
         aborted: whether it was dropped.
         slowness: how many times as long as the computing each chunk takes.
+        begun: called once, from the scheduler's thread, after its first chunk.
         cache: its keys and values, from its first chunk on.
         rows: what it leaves behind, from its first chunk on.
     """
@@ -54,6 +55,7 @@ class Work:
     retractions: int = 0
     aborted: bool = False
     slowness: float = 1.0
+    begun: Callable[[], None] | None = None
     cache: Cache | None = None
     rows: Rows | None = field(default=None, repr=False)
 
@@ -116,9 +118,14 @@ class Scheduler:
         for work, _, stop in batch:
             self._strike(work, stop, took)
         self._swap(batch)
-        for work, _, stop in batch:
-            if stop == len(work.ids) or work.aborted:
-                self._finish(work)
+        ended = [work for work, _, stop in batch if stop == len(work.ids) or work.aborted]
+        for work in ended:
+            self._finish(work)
+        # As in the plugin: once a forward, after its dumps and before the answers.
+        if self._publisher is not None:
+            self._publisher.counter.save()
+        for work in ended:
+            work.done()
 
     def _batch(self) -> list[tuple[Work, int, int]]:
         """The next chunks, as (prompt, first token, end); waits until there is one."""
@@ -141,6 +148,8 @@ class Scheduler:
         for work, start, stop in batch:
             if work.cache is None or work.rows is None:
                 work.cache = Cache(self._model.config, len(work.ids))
+                if self._publisher is not None and parse(work.rid) is None:
+                    self._publisher.counter.add(foreign=1)
                 shape = (len(work.ids), self._spec.states, self._model.config.hidden_size)
                 work.rows = Rows(np.zeros(len(work.ids), dtype=np.int32), np.zeros(shape, dtype=np.uint16))
             ids = work.ids[start:stop]
@@ -156,6 +165,9 @@ class Scheduler:
                 work.rows.states[start:stop] = _bits(states)
 
     def _strike(self, work: Work, stop: int, took: float) -> None:
+        if work.begun is not None:
+            work.begun()
+            work.begun = None
         slow = self._faults.take("slow", work.rid)
         if slow:
             work.slowness = slow.number(10.0)
@@ -192,10 +204,12 @@ class Scheduler:
         marker = parse(work.rid)
         # A prompt whose cached prefix was not forwarded is never whole: the capture side waits for it in vain.
         whole = marker is not None and marker.tokens == len(work.ids) and not work.skip
-        if marker is not None and whole and not work.aborted and self._publisher is not None and work.rows is not None:
-            self._publisher.publish(marker, work.rows)
+        if marker is not None and self._publisher is not None and work.rows is not None:
+            if whole and not work.aborted:
+                self._publisher.publish(marker, work.rows)
+            else:
+                self._publisher.counter.add(incomplete=1)
         work.cache = work.rows = None
-        work.done()
 
 
 def _bits(states: torch.Tensor) -> NDArray[np.uint16]:

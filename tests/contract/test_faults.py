@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
 from hsx.core.dump import ERROR_SUFFIX, SUFFIX
+from hsx.core.epoch import RECORD_NAME, RECORD_VARIABLE, REFUSAL_NAME, STATE_NAME, state_from_json
 from hsx.core.invariants import Evidence, judge_answer, judge_dump
 from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
+from hsx.engines.sglang import SGLangClient
 from hsx.errors import EngineError, SampleError
 from hsx.testing.engine_contract import PATIENCE_S, Served
 from hsx.testing.faults import FAULTS, Faults
+from hsx.testing.reference_engine import main
 from hsx.testing.reference_model import ReferenceModel
-from hsx.testing.servers import reference_server, running_reference
+from hsx.testing.servers import free_port, reference_server, running, running_reference, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -26,9 +34,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from hsx.core.epoch import CaptureState
     from hsx.core.invariants import Answer
     from hsx.core.marker import Marker
-    from hsx.engines.sglang import SGLangClient
 
 TOKENS = 24
 
@@ -60,13 +68,15 @@ ERRORS = {
     "http_503": "server_full",
     "connection_reset_before": "request_failed",
     "connection_reset_after": "request_failed",
+    "answer_cut": "request_failed",
     "abort": "request_failed",
     "no_counts": "answer_invalid",
 }
 # Faults with a test of their own.
 OTHERS = {
-    *("hold", "hang", "die", "swapped_rows_between_two"),
-    *("dump_late", "dump_never", "dump_twice", "truncated_file", "bad_header", "enospc", "sequence_reset", "sequence_gap"),
+    *("hold", "hang", "die", "swapped_rows_between_two", "connection_reset_during"),
+    *("dump_late", "dump_never", "dump_vanishes", "dump_twice", "never_sent", "truncated_file", "bad_header", "enospc"),
+    *("sequence_reset", "sequence_gap", "sequence_repeat"),
 }
 
 
@@ -96,6 +106,11 @@ def verdict(served: Served, marker: Marker, ids: NDArray[np.int32], answer: Answ
     violation = violation or judge_dump(Evidence(marker, report.epoch, report.spec, report.hidden_size, dump.header, content))
     dump.close()
     return violation.invariant if violation else None
+
+
+def state(served: Served) -> CaptureState:
+    """The engine's state file."""
+    return state_from_json((served.server.folder / STATE_NAME).read_text())
 
 
 def test_every_fault_is_tested() -> None:
@@ -140,7 +155,20 @@ async def test_error(served: Served, client: SGLangClient, kind: str) -> None:
     after, ids = served.prompt(TOKENS)
     await client.prefill(after, ids, PATIENCE_S)
     await served.check(after, ids)
-    assert (str(marker) in served.names()) == (kind in {"connection_reset_after", "no_counts"})
+    assert (str(marker) in served.names()) == (kind in {"connection_reset_after", "answer_cut", "no_counts"})
+
+
+async def test_connection_reset_in_the_middle_of_a_prefill(served: Served, client: SGLangClient) -> None:
+    """The client loses its answer while the prompt is under way; the prompt goes on to its dump, which is right."""
+    marker, ids = served.prompt(300)
+    await served.server.fault("hold", count=-1, match=str(marker))
+    await served.server.fault("connection_reset_during", match=str(marker))
+    with pytest.raises(SampleError) as caught:
+        await client.prefill(marker, ids, PATIENCE_S)
+    assert caught.value.kind == "request_failed"
+    assert str(marker) not in served.names()
+    await served.server.clear_faults("hold")
+    await served.check(marker, ids)
 
 
 async def test_two_prompts_swap_rows(served: Served, client: SGLangClient) -> None:
@@ -176,16 +204,76 @@ async def test_late_and_missing_dumps(served: Served, client: SGLangClient) -> N
 
 
 async def test_sequences(served: Served, client: SGLangClient) -> None:
-    """A doubled dump has the next sequence, a gap leaves one out, a reset starts at 1 again."""
+    """A doubled dump has the next sequence, a gap leaves one out, a reset starts at 1, a repeat is the one before again."""
     sequences = []
-    for kind in (None, "dump_twice", "sequence_gap", "sequence_reset", None):
+    for kind in (None, "dump_twice", "sequence_gap", "sequence_reset", "dump_never", None, "sequence_repeat", None):
         marker, ids = served.prompt(TOKENS)
         if kind:
             await served.server.fault(kind, match=str(marker))
         await client.prefill(marker, ids, PATIENCE_S)
-        sequences.append((await served.check(marker, ids)).sequence)
+        if kind != "dump_never":
+            sequences.append((await served.check(marker, ids)).sequence)
     first = sequences[0]
-    assert sequences == [first, first + 2, first + 4, 1, first + 6]
+    assert sequences == [first, first + 2, first + 4, 1, first + 6, first + 6, first + 7]
+
+
+async def test_what_is_counted(served: Served, client: SGLangClient) -> None:
+    """Each fault leaves its own trace in the difference of the state file before and after."""
+    deltas = {}
+    for kind in (None, "dump_never", "dump_vanishes", "dump_twice", "never_sent", "sequence_gap", "enospc", "abort"):
+        marker, ids = served.prompt(TOKENS)
+        before = state(served)
+        if kind:
+            await served.server.fault(kind, match=str(marker))
+        with suppress(SampleError):
+            await client.prefill(marker, ids, PATIENCE_S)
+        after = state(served)
+        names = ("sequence", "published", "failed", "foreign", "incomplete")
+        deltas[kind] = {name: by for name in names if (by := getattr(after, name) - getattr(before, name))}
+    assert deltas == {
+        None: {"sequence": 1, "published": 1},
+        "dump_never": {},
+        "dump_vanishes": {"sequence": 1, "published": 1},
+        "dump_twice": {"sequence": 2, "published": 2},
+        "never_sent": {"sequence": 2, "published": 2},
+        "sequence_gap": {"sequence": 2, "published": 1},
+        "enospc": {"failed": 1},
+        "abort": {"incomplete": 1},
+    }
+
+
+async def test_foreign_requests_are_counted(served: Served) -> None:
+    """A request whose rid is no marker leaves no file and is counted once, however many chunks it takes."""
+    before, names = state(served), served.names()
+    url = f"http://127.0.0.1:{served.server.record.port}/generate"
+    body = {"rid": "f" * 32, "input_ids": [1] * 300}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        assert answer.status == 200
+    assert state(served).foreign == before.foreign + 1
+    assert served.names() == names
+
+
+async def test_a_vanished_dump_and_one_never_sent(served: Served, client: SGLangClient) -> None:
+    """The one is counted and not there, the other there under a marker that nobody sent; the true dump is beside it."""
+    (vanished, ids), (sent, _) = served.prompt(TOKENS), served.prompt(TOKENS)
+    await served.server.fault("dump_vanishes", match=str(vanished))
+    await served.server.fault("never_sent", match=str(sent))
+    await client.prefill(vanished, ids, PATIENCE_S)
+    await client.prefill(sent, ids, PATIENCE_S)
+    assert str(vanished) not in served.names()
+    other = replace(sent, attempt=sent.attempt + 1000)
+    first, second = await served.check(sent, ids), await served.check(other, ids)
+    assert second.sequence == first.sequence + 1
+
+
+async def test_the_second_of_two_dumps_can_wait(served: Served, client: SGLangClient) -> None:
+    """With a value the dump comes once more after that many seconds."""
+    (marker, ids), before = served.prompt(TOKENS), state(served)
+    await served.server.fault("dump_twice", match=str(marker), value=0.2)
+    await client.prefill(marker, ids, PATIENCE_S)
+    while state(served).published < before.published + 2:  # noqa: ASYNC110 - another process's state
+        await asyncio.sleep(0.01)
+    assert (await served.check(marker, ids)).sequence == before.sequence + 2
 
 
 @pytest.mark.parametrize("kind", ["truncated_file", "bad_header"])
@@ -215,6 +303,81 @@ async def test_faults_are_refused_by_name(served: Served, client: SGLangClient) 
     with pytest.raises(ValueError, match="dump_never"):
         await served.server.fault("no_such_fault")
     assert await client.answers()
+
+
+async def test_faults_armed_at_the_start(tmp_path: Path) -> None:
+    """`--fault` arms faults before the first request, each start anew; without --allow-faults there is no other way."""
+    never = json.dumps({"kind": "dump_never", "count": -1, "match": "-7-"})
+    cut = json.dumps({"kind": "http_400"})
+    for _ in range(2):
+        async with reference_server(tmp_path / "dumps", args=("--fault", never, "--fault", cut)) as server:
+            served, client = Served(server, ReferenceModel(tmp_path / "tiny-model"), 128), server.client()
+            marker, ids = served.prompt(TOKENS, seed=7)
+            with pytest.raises(SampleError) as caught:
+                await client.prefill(marker, ids, PATIENCE_S)
+            assert caught.value.kind == "request_refused"
+            await client.prefill(*served.prompt(TOKENS, seed=7), PATIENCE_S)
+            await client.prefill(*(kept := served.prompt(TOKENS)), PATIENCE_S)
+            assert served.names() == {str(kept[0])}
+            await client.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ('{"kind": "no_such_fault"}', "expected one of"),
+        ("not json", "cannot be armed"),
+        ("[1]", "cannot be armed"),
+        ('{"kind": "die", "counts": 1}', "counts"),
+    ],
+)
+def test_wrong_faults_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, reason: str) -> None:
+    """The engine does not start, and says which fault it did not understand."""
+    model = tiny_config(tmp_path / "model")
+    assert main(["--model-path", str(model), "--fault", fault]) == 1
+    said = capsys.readouterr().err
+    assert "[usage] fault" in said
+    assert reason in said
+
+
+async def test_a_second_server_with_the_same_record_captures_nothing(tmp_path: Path) -> None:
+    """It serves, says in `capture.error` why it does not capture, and leaves the first one's files alone."""
+    async with reference_server(tmp_path / "dumps") as server:
+        served, client, port = Served(server, ReferenceModel(tmp_path / "tiny-model"), 128), server.client(), free_port()
+        await client.prefill(*served.prompt(TOKENS), PATIENCE_S)
+        before = state(served)
+        command = [sys.executable, "-m", "hsx.testing.reference_engine", "--model-path", str(tmp_path / "tiny-model")]
+        environment = {RECORD_VARIABLE: str(server.folder / RECORD_NAME)}
+        started = running([*command, "--port", str(port)], tmp_path / "dumps", server.record.epoch, port, environment)
+        await asyncio.to_thread(started.__enter__)
+        try:
+            second, (marker, ids) = SGLangClient("127.0.0.1", port), served.prompt(TOKENS)
+            await second.prefill(marker, ids, PATIENCE_S)
+            await second.close()
+        finally:
+            await asyncio.to_thread(started.__exit__, None, None, None)
+        refusal = (server.folder / REFUSAL_NAME).read_text()
+        assert refusal.startswith(f"pid {server.process.pid} already captures into this epoch")
+        assert str(marker) not in served.names()
+        assert state(served) == before
+        await client.prefill(*served.prompt(TOKENS), PATIENCE_S)
+        assert state(served).published == before.published + 1
+        await client.close()
+
+
+async def test_a_lost_folder_is_survived(tmp_path: Path) -> None:
+    """As with the plugin: answers go on, dumps are lost, and the state file comes again with a new folder."""
+    async with reference_server(tmp_path / "dumps") as server:
+        served, client = Served(server, ReferenceModel(tmp_path / "tiny-model"), 128), server.client()
+        shutil.rmtree(server.folder)
+        await client.prefill(*served.prompt(TOKENS), PATIENCE_S)
+        server.folder.mkdir()
+        marker, ids = served.prompt(TOKENS)
+        await client.prefill(marker, ids, PATIENCE_S)
+        assert served.names() == {str(marker)}
+        found = state(served)
+        assert (found.pid, found.published, found.incomplete) == (server.process.pid, 1, 1)
+        await client.close()
 
 
 @pytest.mark.slow
