@@ -6,7 +6,7 @@ concrete classes. Blocking methods say so: they are called in worker threads, ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -108,9 +108,14 @@ class Samples(Protocol):
 class Leases(Protocol):
     """Where work comes from. The ledger is one; something that hands out work to several hsx may be another."""
 
-    async def acquire(self, limit: int) -> list[Lease]:
+    async def acquire(self, limit: int, only: Collection[int] | None = None) -> list[Lease]:
         """Up to `limit` leases on samples that are neither committed, quarantined nor leased; their attempt numbers are durable
-        before this returns. Empty when there is none now (others may still be leased and come back)."""
+        before this returns. Empty when there is none now (others may still be leased and come back).
+
+        Args:
+            limit: how many at most.
+            only: none but these samples; None for any.
+        """
         ...
 
     async def give_back(self, leases: Iterable[Lease]) -> None:
@@ -250,7 +255,7 @@ class Dumps(Protocol):
         ...
 
     def refusal(self) -> str | None:
-        """Why there is no capture in this epoch, or may not be any more, in the capture side's own words; None where it runs."""
+        """Why there is no capture in this epoch, or not any more, in the capture side's own words; None where it runs."""
         ...
 
     def intact(self) -> bool:
@@ -517,6 +522,14 @@ class Ledger(Leases, Protocol):
 
     async def doubtful(self, epoch: str) -> list[CommittedRow]:
         """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        ...
+
+    async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:
+        """Records that what `doubtful` returns has to be revoked, before it can be: until then, `overdue` says so."""
+        ...
+
+    async def overdue(self) -> list[tuple[str, str, str]]:
+        """(epoch, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
         ...
 
     async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:

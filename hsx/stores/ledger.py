@@ -33,7 +33,7 @@ from hsx.stores.ledger_schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from hsx.core.marker import Marker
@@ -94,6 +94,7 @@ class SqliteLedger:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsx-ledger")
         self._cursor = -1
         self._returned: deque[int] = deque()
+        self._ahead: set[int] = set()
         with translated(path):
             meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
             self._counts = count(self._connection)
@@ -102,19 +103,15 @@ class SqliteLedger:
 
     # --- leases
 
-    async def acquire(self, limit: int) -> list[Lease]:
-        """Up to `limit` leases, attempts made durable first; samples that came back go last."""
-        return await self._do(self._acquire, limit)
+    async def acquire(self, limit: int, only: Collection[int] | None = None) -> list[Lease]:
+        """Up to `limit` leases, attempts made durable first; samples that came back go last. See the port."""
+        return await self._do(self._acquire, limit, only)
 
-    def _acquire(self, limit: int) -> list[Lease]:
-        fresh = self._connection.execute(
-            "SELECT idx FROM samples WHERE state = 'pending' AND idx > ? ORDER BY idx LIMIT ?", (self._cursor, limit)
-        ).fetchall()
-        indices = [idx for (idx,) in fresh]
-        if fresh:
-            self._cursor = indices[-1]
-        # What came back goes last: so a server that fails everything fails many samples once, and not a few for good.
-        indices += [self._returned.popleft() for _ in range(min(limit - len(indices), len(self._returned)))]
+    def _acquire(self, limit: int, only: Collection[int] | None) -> list[Lease]:
+        indices = self._fresh(limit) if only is None else self._free_among(only, limit)
+        if only is None:
+            # What came back goes last: so a server that fails everything fails many samples once, and not a few for good.
+            indices += [self._returned.popleft() for _ in range(min(limit - len(indices), len(self._returned)))]
         leases = []
         with self._transaction() as db:
             for idx in indices:
@@ -131,6 +128,33 @@ class SqliteLedger:
     async def give_back(self, leases: Iterable[Lease]) -> None:
         """Frees samples whose attempts were given up by no fault of theirs."""
         self._returned.extend(lease.sample.index for lease in leases)
+
+    def _fresh(self, limit: int) -> list[int]:
+        """The next pending samples that were never leased by this process."""
+        query = "SELECT idx FROM samples WHERE state = 'pending' AND idx > ? ORDER BY idx LIMIT ?"
+        while fresh := [idx for (idx,) in self._connection.execute(query, (self._cursor, limit))]:
+            self._cursor = fresh[-1]
+            found = [idx for idx in fresh if idx not in self._ahead]
+            self._ahead = {idx for idx in self._ahead if idx > self._cursor}
+            if found:
+                return found
+        return []
+
+    def _free_among(self, only: Collection[int], limit: int) -> list[int]:
+        """Those of `only` that nobody has leased, taken out of where they wait."""
+        found: list[int] = []
+        for idx in sorted(only):
+            if len(found) == limit:
+                break
+            if idx in self._returned:
+                self._returned.remove(idx)  # in place: the event loop may be adding to it
+                found.append(idx)
+            elif idx > self._cursor and idx not in self._ahead:
+                query = "SELECT 1 FROM samples WHERE idx = ? AND state = 'pending'"
+                if self._connection.execute(query, (idx,)).fetchone():
+                    self._ahead.add(idx)  # the cursor will come to it, and pass it by
+                    found.append(idx)
+        return found
 
     # --- outcomes
 
@@ -255,6 +279,17 @@ class SqliteLedger:
         query = f"{COMMITTED} AND {unvouched} ORDER BY sequence"
         return [CommittedRow(*row) for row in self._connection.execute(query, {"epoch": epoch})]
 
+    async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:
+        """Records that what `doubtful` returns has to be revoked, before it can be: until then, `overdue` says so."""
+        verdict = json.dumps([invariant, evidence])
+        await self._do(self._write, "UPDATE epochs SET doubt = ? WHERE epoch = ?", (verdict, epoch))
+
+    async def overdue(self) -> list[tuple[str, str, str]]:
+        """(epoch, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
+        query = "SELECT epoch, doubt FROM epochs WHERE doubt IS NOT NULL ORDER BY began"
+        rows = await self._do(lambda: self._connection.execute(query).fetchall())
+        return [(epoch, *json.loads(verdict)) for epoch, verdict in rows]
+
     async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
         """Takes back, in one transaction, every sample of `epoch` that no sound canary vouches for.
 
@@ -269,6 +304,7 @@ class SqliteLedger:
     def _revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
         with self._transaction() as db:
             rows = self._doubtful(epoch)
+            db.execute("UPDATE epochs SET doubt = NULL WHERE epoch = ?", (epoch,))
             if rows:
                 indices = [row.index for row in rows]
                 db.execute(
@@ -280,8 +316,9 @@ class SqliteLedger:
                     "nbytes = NULL, crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL WHERE idx = ?",
                     ((index,) for index in indices),
                 )
-        # Those beyond the cursor, committed by an earlier run, are met by it, and would be leased twice if they were kept too.
+        # Those beyond the cursor are met by it, and would be leased twice if they were kept too.
         self._returned.extend(row.index for row in rows if row.index <= self._cursor)
+        self._ahead -= {row.index for row in rows}
         self._move(
             pending=len(rows),
             committed=-len(rows),

@@ -40,7 +40,7 @@ CREATE TABLE failures (
 ) STRICT;
 CREATE TABLE epochs (
     epoch TEXT PRIMARY KEY, began REAL NOT NULL, ended REAL, reason TEXT, evidence TEXT, record TEXT NOT NULL,
-    requeued TEXT, vouched INTEGER NOT NULL DEFAULT 0
+    requeued TEXT, vouched INTEGER NOT NULL DEFAULT 0, doubt TEXT
 ) STRICT;
 CREATE TABLE rejected (
     line INTEGER PRIMARY KEY, sample_id TEXT NOT NULL, reason TEXT NOT NULL, message TEXT NOT NULL
@@ -76,6 +76,7 @@ MIGRATIONS: Final[dict[int, str]] = {
 INSERT INTO violations (at, epoch, marker, invariant, evidence) {_VIOLATIONS_1};
 ALTER TABLE epochs ADD COLUMN requeued TEXT;
 ALTER TABLE epochs ADD COLUMN vouched INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE epochs ADD COLUMN doubt TEXT;
 """,
 }
 """By version: the statements that turn a ledger of that version into one of the next."""

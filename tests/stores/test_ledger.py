@@ -290,3 +290,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+async def test_leases_on_chosen_samples_come_before_their_turn_and_only_once(ledger: SqliteLedger) -> None:
+    (first,) = await ledger.acquire(1)
+    assert [lease.sample.index for lease in await ledger.acquire(9, only={0, 2})] == [2]  # 0 is leased
+    await ledger.give_back([first])
+    assert [lease.sample.index for lease in await ledger.acquire(9, only={0, 2})] == [0]
+    assert [lease.sample.index for lease in await ledger.acquire(1)] == [1]
+    assert [lease.sample.index for lease in await ledger.acquire(1)] == [3]  # passes by 2
+    assert await ledger.acquire(9) == []
+    await ledger.close()
+
+
+async def test_a_limit_loses_none_of_the_chosen(ledger: SqliteLedger) -> None:
+    await ledger.give_back(await ledger.acquire(4))
+    found = [lease.sample.index for _ in range(3) for lease in await ledger.acquire(2, only={0, 1, 2, 3})]
+    assert found == [0, 1, 2, 3]
+    await ledger.close()

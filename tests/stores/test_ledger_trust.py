@@ -114,6 +114,17 @@ async def test_a_sample_that_the_cursor_has_not_met_is_leased_once(path: Path) -
     await ledger.close()
 
 
+async def test_a_sample_that_was_leased_ahead_of_the_cursor_comes_again(path: Path) -> None:
+    ledger = SqliteLedger(path)
+    await ledger.epoch_began(RECORD)
+    (lease,) = await ledger.acquire(9, only={2})
+    await ledger.commit([entry(lease, 1)])
+    await ledger.revoke("e1", "fingerprint", "x")
+    assert [lease.sample.index for lease in await ledger.acquire(9)] == [0, 1, 2, 3]
+    assert await ledger.acquire(9) == []
+    await ledger.close()
+
+
 async def test_nothing_doubtful_leaves_no_trace(path: Path) -> None:
     ledger = SqliteLedger(path)
     await committed(ledger, [1, 2])
@@ -136,6 +147,20 @@ async def test_revoked_samples_are_known_until_they_are_committed_again(path: Pa
     await ledger.commit([entry(lease, 9, "e2")])
     assert ledger.revoked() == {0}
     await ledger.close()
+
+
+async def test_a_doubt_outlives_a_crash_until_it_is_settled(path: Path) -> None:
+    ledger = SqliteLedger(path)
+    await committed(ledger, [1, 2])
+    assert await ledger.overdue() == []
+    await ledger.doubt("e1", "twins", "rows were mixed")
+    await ledger.epoch_ended("e1", "twins", "rows were mixed")
+    await ledger.close()
+    again = SqliteLedger(path)
+    assert await again.overdue() == [("e1", "twins", "rows were mixed")]
+    assert [row.index for row in await again.revoke("e1", "twins", "rows were mixed")] == [0, 1]
+    assert await again.overdue() == []
+    await again.close()
 
 
 async def test_a_remembered_fact_may_change(path: Path) -> None:
