@@ -161,9 +161,10 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
             before = await ledger.counts()
             violations = await ledger.violations_by_invariant()
             telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
+            await _revoke_overdue(ledger, telemetry)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
-            interrupted = await run.run() if before.pending else False
-            return _outcome(loaded, telemetry, before, await ledger.counts(), interrupted=interrupted)
+            interrupted = await run.run() if (await ledger.counts()).pending else False
+            return _outcome(loaded, telemetry, await ledger.counts(), interrupted=interrupted)
         except BaseExceptionGroup as group:
             raise _deepest(group) from group
         finally:
@@ -442,6 +443,15 @@ class Run:
             record_final_norm(self._loaded.store, weight, report.norm_eps)
 
 
+async def _revoke_overdue(ledger: SqliteLedger, telemetry: Telemetry) -> None:
+    """Does what a killed run had begun: takes back what a canary brought into doubt. The store follows the ledger."""
+    for epoch, invariant, evidence in await ledger.overdue():
+        rows = await ledger.revoke(epoch, invariant, evidence)
+        tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
+        if rows:
+            telemetry.samples_revoked(epoch, invariant, evidence, len(rows), tokens, nbytes)
+
+
 def _raise_file_limit() -> None:
     """As many file descriptors as this user may have: the usual soft limit is meant for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -472,14 +482,14 @@ def make_owner(loaded: LoadedConfig) -> EngineOwner:
     )
 
 
-def _outcome(loaded: LoadedConfig, telemetry: Telemetry, before: Counts, after: Counts, *, interrupted: bool) -> Outcome:
+def _outcome(loaded: LoadedConfig, telemetry: Telemetry, after: Counts, *, interrupted: bool) -> Outcome:
     snapshot = telemetry.snapshot()
     return Outcome(
         committed=after.committed,
         quarantined=after.quarantined,
         rejected=after.rejected,
         pending=after.pending,
-        tokens=after.tokens_committed - before.tokens_committed,
+        tokens=snapshot["progress"]["tokens"]["committed_by_run"],
         seconds=snapshot["job"]["seconds"],
         violations=dict(snapshot["invariants"]["by_name"]),
         restarts=snapshot["engine"]["restarts"]["total"],

@@ -160,6 +160,10 @@ class Watchdog(Section, frozen=True, kw_only=True):
     """Token or counter violations within `violation_window_s` that void the epoch."""
     violation_window_s: Seconds = 60.0
     """Length of the window in which violations are counted."""
+    canary_every: NonNegative = 500
+    """Samples between two canaries: as many may have to be extracted again when one fails. 0: only at boot and at the end."""
+    canary_tolerance: Annotated[float, Meta(gt=0, lt=1)] = 0.05
+    """Relative distance of one token's state that rounding may cause between two runs of the same prompt."""
     restart_budget: NonNegative = 5
     """Restarts of the server within `restart_window_s`; one more is needed: the job stops."""
     restart_window_s: Seconds = 3600.0

@@ -1,14 +1,16 @@
-"""One epoch while it lives: what is started inside it ends with it."""
+"""One epoch while it lives: what is started inside it ends with it, and what it leaves is known when it ended."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hsx.core.counter import Counter
 from hsx.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterator
 
     from hsx.core.epoch import EpochRecord
     from hsx.core.invariants import Violation
@@ -17,16 +19,34 @@ T = TypeVar("T")
 
 
 class LiveEpoch:
-    """A server that passed the boot gate, until it is declared void.
+    """A server from the boot gate on, until it is declared void.
 
     Args:
         record: its epoch record.
+        baseline: the last number that its capture counter had given when hsx came.
+
+    Attributes:
+        record: see above.
+        counter: accounts for the numbers of its dumps.
+        vouched: the capture number up to which a sound canary vouches for its dumps.
+        suspects: samples that were at the server when it died or stalled.
+        reported: whether the verdict is on record already, as a violation of some sample.
+        doubt: whether what was committed since the last sound canary has to be extracted again.
+        requeued: samples whose attempts were given up because of its end.
     """
 
-    def __init__(self, record: EpochRecord) -> None:
+    def __init__(self, record: EpochRecord, baseline: int = 0) -> None:
         self.record = record
-        self.interrupted = 0
-        """Steps of samples that were under way inside it when it was voided."""
+        self.counter = Counter(baseline)
+        self.vouched = 0
+        self.suspects: frozenset[int] = frozenset()
+        self.reported = False
+        self.doubt = False
+        self.requeued: list[int] = []
+        self._at_server: set[int] = set()
+        self._attempts = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._inside: set[asyncio.Task[Any]] = set()
         self._verdict: asyncio.Future[Violation] = asyncio.get_running_loop().create_future()
 
@@ -35,12 +55,21 @@ class LiveEpoch:
         """The epoch's uuid."""
         return self.record.epoch
 
-    def void(self, violation: Violation) -> None:
-        """Ends the epoch: everything inside it is cancelled and raises EngineError `epoch_void`. The first verdict stands."""
+    def void(self, violation: Violation, *, suspect: bool = False, doubt: bool = False, reported: bool = False) -> None:
+        """Ends the epoch: everything inside it is cancelled and raises EngineError `epoch_void`. The first verdict stands.
+
+        Args:
+            violation: the verdict.
+            suspect: the server died or stalled: one of the samples at it may have caused that.
+            doubt: its states are not to be trusted, from the last sound canary on.
+            reported: the violation is on record already.
+        """
+        self.doubt = self.doubt or doubt
         if self._verdict.done():
             return
         self._verdict.set_result(violation)
-        self.interrupted = len(self._inside)
+        self.reported = reported
+        self.suspects = frozenset(self._at_server) if suspect else frozenset()
         for task in self._inside:
             task.cancel()
 
@@ -78,3 +107,27 @@ class LiveEpoch:
             raise
         finally:
             self._inside.discard(task)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Encloses one attempt, from before its request to its commit or failure."""
+        self._attempts += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._attempts -= 1
+            if not self._attempts:
+                self._settled.set()
+
+    async def settled(self) -> None:
+        """Returns once no attempt is under way in it: nothing of it will be committed any more, if it is void."""
+        await self._settled.wait()
+
+    def asked(self, index: int) -> None:
+        """The request of sample `index` is about to be sent."""
+        self._at_server.add(index)
+
+    def answered(self, index: int) -> None:
+        """The server is not at work on sample `index` any more."""
+        self._at_server.discard(index)

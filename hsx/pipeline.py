@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from hsx.core.dump import dump_bytes
 from hsx.core.invariants import Evidence, Violation, judge_answer, judge_dump
 from hsx.core.marker import Marker
-from hsx.core.pairing import Outstanding, Standing
 from hsx.core.policy import Action, on_failure
 from hsx.errors import EngineError, RunError, SampleError
 from hsx.ports import Commit
+from hsx.violated import ViolatedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
     from hsx.admission import Admission, Place
     from hsx.core.invariants import Content
+    from hsx.core.pairing import Outstanding
     from hsx.core.sample import Lease
     from hsx.core.spec import CaptureSpec
     from hsx.epoch import LiveEpoch
     from hsx.ports import Clock, Dump, Dumps, EngineClient, Leases, Ledger, Observer, Samples
+    from hsx.suspects import Suspects
+    from hsx.sweeper import Sweeper
     from hsx.writer import Writer
 
 PAUSE_S = 1.0
 """How long an attempt waits before it goes back to the queue when the server is full or in trouble; its place stays taken."""
-SWEEP_S = 10.0
 CONGESTION = frozenset({"server_full", "staging_full"})
 """Errors that pass by themselves when less is under way."""
 UNFINISHED = frozenset({"request_failed", "request_timeout"})
@@ -56,14 +58,6 @@ class Pace(Protocol):
     async def acquire(self) -> None:
         """Returns when the next start may be made."""
         ...
-
-
-class ViolatedError(SampleError):
-    """An invariant does not hold for this attempt."""
-
-    def __init__(self, marker: Marker, violation: Violation) -> None:
-        super().__init__("violation", f"{marker}: {violation.invariant}: {violation.evidence}")
-        self.violation = violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +99,14 @@ class Parts:
     ledger: Ledger
     writer: Writer
     admission: Admission
+    outstanding: Outstanding
+    sweeper: Sweeper
+    suspects: Suspects
     pace: Pace
     observer: Observer
     clock: Clock
     measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
-    on_failure: Callable[[LiveEpoch, Marker, str], Awaitable[None]]
+    on_failure: Callable[[LiveEpoch, Marker, str, Violation | None], Awaitable[None]]
     """Hears each failed attempt with its reason, and returns once it is decided whether the epoch goes on."""
     on_success: Callable[[], None]
     """Hears each commit."""
@@ -143,8 +140,8 @@ class Pipeline:
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._settings = settings
         self._parts = parts
-        self._outstanding = Outstanding(settings.run)
         self._leases: list[Lease] = []
+        self._held: list[Lease] = []
         self._attempts = 0
         self._returned = asyncio.Event()
         self._intake: asyncio.Task[None] | None = None
@@ -159,7 +156,7 @@ class Pipeline:
             ExceptionGroup: of RunErrors, when the job cannot go on.
         """
         async with asyncio.TaskGroup() as group:
-            sweeper = group.create_task(self._sweep())
+            sweeper = group.create_task(self._parts.sweeper.run(self._parts.engine.ready))
             async with asyncio.TaskGroup() as attempts:
                 self._intake = attempts.create_task(self._take_in(attempts))
                 if self._draining:
@@ -183,9 +180,12 @@ class Pipeline:
         """The path of a sample. Raises SampleError or EngineError where it ends early."""
         watch = StopWatch(self._parts.clock)
         ids = self._parts.samples.input_ids(lease.sample.index)
+        floor = epoch.counter.highest
+        epoch.asked(lease.sample.index)
         await epoch.run(self._request(marker, ids))
+        await self._answered(lease, epoch)
         watch.lap("request")
-        dump = await epoch.run(self._pair(marker))
+        dump = await epoch.run(self._pair(marker, epoch, floor))
         watch.lap("dump")
         place.answered()
         await self._store(lease, marker, epoch, dump, watch, adopted=False)
@@ -198,8 +198,12 @@ class Pipeline:
         if violation is not None:
             raise ViolatedError(marker, violation)
 
-    async def _pair(self, marker: Marker) -> Dump:
-        """Looks the dump up by its marker, and by nothing else. An answer without its dump violates `published`."""
+    async def _pair(self, marker: Marker, epoch: LiveEpoch, floor: int) -> Dump:
+        """Looks the dump up by its marker, and by nothing else. An answer without its dump violates `published`.
+
+        The dump's number only has to be one that the server's counter could give: above `floor`, which it had reached before
+        the request was sent, and nobody else's.
+        """
         deadline = self._settings.dump_deadline_s
         try:
             async with asyncio.timeout(deadline):
@@ -211,7 +215,7 @@ class Pipeline:
                 raise ViolatedError(marker, Violation("published", evidence)) from None
         self._parts.admission.advanced()
         self._last_pairing = self._parts.clock.monotonic()
-        return self._parts.dumps.open(marker)
+        return self._parts.sweeper.open(epoch, marker, floor)
 
     async def _store(
         self, lease: Lease, marker: Marker, epoch: LiveEpoch, dump: Dump, watch: StopWatch, *, adopted: bool
@@ -232,7 +236,7 @@ class Pipeline:
             # Unmapping and unlinking half a gigabyte takes a tenth of a second, so neither is done on the event loop.
             self._in_background(dump.close)
         self._parts.on_success()
-        await asyncio.to_thread(self._parts.dumps.remove, marker)
+        await self._parts.sweeper.drop(epoch, marker)
 
     def _in_background(self, work: Callable[[], None]) -> None:
         asyncio.get_running_loop().run_in_executor(None, work)
@@ -250,7 +254,9 @@ class Pipeline:
 
     async def _take_in(self, attempts: asyncio.TaskGroup) -> None:
         """Starts an attempt for each lease, as soon as every budget has room for it."""
-        await self._adopt_leftovers()
+        if not self._adopted:
+            await self._parts.suspects.recall()
+            await self._adopt_leftovers()
         while (lease := await self._next_lease()) is not None:
             await self._parts.pace.acquire()
             place = await self._parts.admission.enter(lease.sample.tokens, self._dump_bytes(lease.sample.tokens))
@@ -259,19 +265,42 @@ class Pipeline:
             except BaseException:
                 place.cleared()
                 raise
+            if not self._parts.suspects.admits(lease.sample.index):  # the server died while this one waited
+                place.cleared()
+                self._held.append(lease)
+                continue
             self._attempts += 1
             attempts.create_task(self._attempt(lease, epoch, place))
 
     async def _next_lease(self) -> Lease | None:
-        """The next lease; None when nothing is pending. While attempts are under way that may come back, it waits."""
-        while not self._leases:
+        """The next lease that may be worked on; None when nothing is pending.
+
+        While attempts are under way that may come back, it waits. During a hunt only the suspects on trial are let in.
+        """
+        suspects = self._parts.suspects
+        while True:
             self._returned.clear()
-            self._leases = (await self._parts.leases.acquire(self._settings.leases))[::-1]
-            if not self._leases and not self._returned.is_set():
-                if self._attempts == 0:
-                    return None
+            self._leases += [lease for lease in self._held if suspects.admits(lease.sample.index)]
+            self._held = [lease for lease in self._held if not suspects.admits(lease.sample.index)]
+            if not self._leases:
+                self._leases = (await self._parts.leases.acquire(self._settings.leases, suspects.trial))[::-1]
+            while self._leases:
+                lease = self._leases.pop()
+                evidence = suspects.conviction(lease.sample.index)
+                if evidence is not None:
+                    await self._quarantine_convicted(lease, evidence)
+                elif suspects.admits(lease.sample.index):
+                    return lease
+                else:
+                    self._held.append(lease)
+            if self._returned.is_set():
+                continue
+            if self._attempts:
                 await self._returned.wait()
-        return self._leases.pop()
+            elif suspects.trial:
+                await suspects.give_up_trial()
+            else:
+                return None
 
     def _dump_bytes(self, tokens: int) -> int:
         return dump_bytes(self._settings.spec, self._settings.hidden_size, tokens)
@@ -281,18 +310,35 @@ class Pipeline:
     async def _attempt(self, lease: Lease, epoch: LiveEpoch, place: Place) -> None:
         """One attempt, whatever becomes of it: its marker is settled, its place free, its sample accounted for."""
         marker = Marker(self._settings.run, lease.sample.index, lease.attempt, lease.sample.tokens)
-        self._outstanding.add(marker)
+        self._parts.outstanding.add(marker)
         try:
-            await self._extract(lease, marker, epoch, place)
-        except EngineError as error:
-            await self._give_back(lease, epoch, error)
-        except SampleError as error:
-            await self._failed(lease, marker, epoch, error)
+            with epoch.attempt():
+                try:
+                    await self._extract(lease, marker, epoch, place)
+                except EngineError as error:
+                    await self._give_back(lease, epoch, error)
+                except SampleError as error:
+                    await self._failed(lease, marker, epoch, error)
         finally:
-            self._outstanding.settle(marker)
+            epoch.answered(lease.sample.index)
+            self._parts.outstanding.settle(marker)
             place.cleared()
             self._attempts -= 1
             self._returned.set()
+
+    async def _answered(self, lease: Lease, epoch: LiveEpoch) -> None:
+        """The server is done with the sample and lives: if it was a suspect, it is none any more."""
+        epoch.answered(lease.sample.index)
+        if not epoch.is_void and await self._parts.suspects.cleared(lease.sample.index):
+            self._returned.set()
+
+    async def _quarantine_convicted(self, lease: Lease, evidence: str) -> None:
+        """The sample kills the server: it is never sent again."""
+        marker = Marker(self._settings.run, lease.sample.index, lease.attempt, lease.sample.tokens)
+        epoch = await self._parts.engine.ready()
+        await self._parts.ledger.fail(lease, marker, epoch.id, "server_killed", evidence, quarantine=True)
+        await self._parts.suspects.executed(lease.sample.index)
+        self._parts.observer.attempt_failed(marker, "server_killed", evidence, True)
 
     async def _give_back(self, lease: Lease, epoch: LiveEpoch, error: EngineError) -> None:
         """The attempt ended by the server's fault: the sample goes back to the queue and nothing is held against it."""
@@ -304,28 +350,31 @@ class Pipeline:
             await self._parts.clock.sleep(PAUSE_S)
         elif error.kind != "epoch_void":
             self._parts.on_server_lost(epoch, error)
+        if epoch.is_void:
+            epoch.requeued.append(lease.sample.index)
         await self._parts.leases.give_back([lease])
 
     async def _failed(self, lease: Lease, marker: Marker, epoch: LiveEpoch, error: SampleError) -> None:
         """The attempt failed: the sample is retried or quarantined by the policy table, with the reason in the ledger."""
-        reason = error.violation.invariant if isinstance(error, ViolatedError) else error.kind
+        violation = error.violation if isinstance(error, ViolatedError) else None
+        reason = violation.invariant if violation else error.kind
         if reason in UNFINISHED:
             # A dying server drops its connections before its death is known; so the verdict is awaited for a moment.
             with suppress(TimeoutError):
                 async with asyncio.timeout(PAUSE_S):
                     await epoch.voided()
             await self._parts.client.abort(marker)
-        if isinstance(error, ViolatedError):
-            self._parts.observer.violation(marker, reason, error.violation.evidence)
-        await self._parts.on_failure(epoch, marker, reason)
+        await self._parts.on_failure(epoch, marker, reason, violation)
         if epoch.is_void:
             # The server is to blame, as far as anybody can tell.
+            epoch.requeued.append(lease.sample.index)
             await self._parts.leases.give_back([lease])
             return
         quarantine = on_failure(reason, lease.failures + 1, self._settings.retries) is Action.QUARANTINE
         await self._parts.ledger.fail(lease, marker, epoch.id, reason, error.message, quarantine=quarantine)
         self._parts.observer.attempt_failed(marker, reason, error.message, quarantine)
-        await asyncio.to_thread(self._parts.dumps.remove, marker)
+        await self._answered(lease, epoch)
+        await self._parts.sweeper.drop(epoch, marker)
 
     # --- what earlier attempts left ---------------------------------------------------------------------------------
 
@@ -336,12 +385,13 @@ class Pipeline:
         """
         epoch = await self._parts.engine.ready()
         found: dict[int, list[Marker]] = {}
-        for marker in self._settled():
+        for marker in self._parts.sweeper.settled():
             found.setdefault(marker.index, []).append(marker)
         async with asyncio.TaskGroup() as group:
             for markers in found.values():
                 group.create_task(self._adopt(epoch, markers))
         self._adopted = True
+        self._parts.sweeper.may_sweep()
         self._last_pairing = self._parts.clock.monotonic()
 
     async def _adopt(self, epoch: LiveEpoch, markers: list[Marker]) -> None:
@@ -352,29 +402,13 @@ class Pipeline:
                 lease = known[1]
                 try:
                     if marker.tokens == lease.sample.tokens and marker.attempt <= lease.attempt:
-                        dump = self._parts.dumps.open(marker)
-                        await self._store(lease, marker, epoch, dump, StopWatch(self._parts.clock), adopted=True)
+                        dump = self._parts.sweeper.open(epoch, marker)
+                        with epoch.attempt():
+                            await self._store(lease, marker, epoch, dump, StopWatch(self._parts.clock), adopted=True)
                 except SampleError as error:
                     self._parts.observer.error_met(error.kind, f"not adopted: {error.message}")
                     if isinstance(error, ViolatedError):
-                        self._parts.observer.violation(marker, error.violation.invariant, error.violation.evidence)
-                        await self._parts.on_failure(epoch, marker, error.violation.invariant)
+                        await self._parts.on_failure(epoch, marker, error.violation.invariant, error.violation)
                 except EngineError:
                     return  # the epoch ended: its dumps are void, and are swept with its folder
-            self._parts.dumps.remove(marker)
-
-    async def _sweep(self) -> None:
-        """Removes late dumps of attempts that were given up: an aborted or timed-out request may still be published."""
-        while True:
-            await self._parts.clock.sleep(SWEEP_S)
-            await self.sweep()
-
-    async def sweep(self) -> None:
-        """Removes every dump of this run whose attempt is over; none before those of an earlier hsx have been adopted."""
-        for marker in self._settled() if self._adopted else []:
-            await asyncio.to_thread(self._parts.dumps.remove, marker)
-
-    def _settled(self) -> list[Marker]:
-        """Markers of this run, canaries aside, that have a dump and no attempt under way."""
-        standings = map(self._outstanding.standing, self._parts.dumps.names())
-        return [m for standing, m in standings if standing is Standing.SETTLED and m is not None and not m.canary]
+            await self._parts.sweeper.drop(epoch, marker)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hsx.core.invariants import Violation
 from hsx.core.lifecycle import Event, State, step
 from hsx.epoch import LiveEpoch
 from hsx.errors import EngineError, RunError
+from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -26,9 +28,24 @@ T = TypeVar("T")
 
 HOPELESS = frozenset({"server_refused", "capture_off"})
 """Errors at boot that another start with the same settings cannot mend."""
-RUN_LEVEL = frozenset({"advancing", "alive"})
-"""Invariants that are not judged for any one sample, so that nobody else reports them."""
 POLL_S = 0.2
+SETTLE_S = 60.0
+
+
+class Consequences(Protocol):
+    """What the beginning and end of epochs mean for samples."""
+
+    async def began(self, epoch: LiveEpoch) -> None:
+        """The epoch passed the boot gate."""
+        ...
+
+    async def failed_at_boot(self, epoch: LiveEpoch, error: CanaryError) -> None:
+        """Its canary failed at the boot gate."""
+        ...
+
+    async def ended(self, epoch: LiveEpoch, violation: Violation) -> bool:
+        """It ended, and no attempt is under way in it. True where the restart that follows is free of the budget."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +58,29 @@ class SupervisorParts:
     ledger: Ledger
     observer: Observer
     clock: Clock
-    gate: Callable[[EpochRecord], Awaitable[CaptureReport]]
+    gate: Callable[[LiveEpoch], Awaitable[CaptureReport]]
     """Passes a fit server, and raises for any other."""
     on_report: Callable[[CaptureReport], Awaitable[None]]
     """Hears what the server captures, before the epoch becomes ready."""
+    before_start: Callable[[], None]
+    """Clears away what dead servers left on this machine. Blocks."""
+    consequences: Consequences
+    """Draws what follows from an epoch's end for the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a life of the server ended.
+
+    Attributes:
+        violation: the verdict.
+        requeued: samples that went back to the queue because of it.
+        free: the restart that follows does not count against the budget.
+    """
+
+    violation: Violation
+    requeued: int
+    free: bool
 
 
 class Supervisor:
@@ -103,17 +139,17 @@ class Supervisor:
         self._go(Event.START)
         try:
             while True:
-                violation, interrupted = await self._one_life()
+                end = await self._one_life()
                 await self._parts.owner.stop(self._stop_grace_s)
-                await self._back_off(violation, interrupted)
+                await self._back_off(end)
         finally:
             if self._state is not State.DRAINING:
                 self._go(Event.DRAIN)
             await self._parts.owner.stop(self._stop_grace_s)
             self._go(Event.STOPPED)
 
-    async def _one_life(self) -> tuple[Violation, int]:
-        """From start to the verdict that ends the epoch, and how many samples that interrupted."""
+    async def _one_life(self) -> _End:
+        """From start to the verdict that ends the epoch, with all that follows from it."""
         try:
             epoch, continued = await self._boot()
         except EngineError as error:
@@ -122,7 +158,10 @@ class Supervisor:
                 raise RunError(error.kind, error.message) from error
             self._go(Event.VOIDED, error.message)
             self._failed_starts += 1
-            return Violation("alive", f"{error.kind}: {error.message}"), 0
+            verdict = (
+                error.violation if isinstance(error, CanaryError) else Violation("alive", f"{error.kind}: {error.message}")
+            )
+            return _End(verdict, requeued=0, free=False)
         self._failed_starts = 0
         self._epoch = epoch
         self._go(Event.GATE_PASSED)
@@ -132,11 +171,26 @@ class Supervisor:
             violation = await self._verdict(epoch)
         finally:
             self._epoch = None
-        if violation.invariant in RUN_LEVEL:
-            self._parts.observer.violation(None, violation.invariant, violation.evidence)
         self._go(Event.VOIDED, f"{violation.invariant}: {violation.evidence}")
-        await self._parts.ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
-        return violation, epoch.interrupted
+        return await self._draw_consequences(epoch, violation)
+
+    async def _draw_consequences(self, epoch: LiveEpoch, violation: Violation) -> _End:
+        """Records the verdict, at once and with what went back to the queue, and settles what it means for samples."""
+        ledger = self._parts.ledger
+        if not epoch.reported:
+            self._parts.observer.violation(None, violation.invariant, violation.evidence)
+            await ledger.violation(epoch.id, None, violation.invariant, violation.evidence)
+        if epoch.doubt:
+            await ledger.doubt(epoch.id, violation.invariant, violation.evidence)  # so that a crash does not forget it
+        await ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
+        # An attempt that is being stored may still be committed; whatever follows has to know of it. A disk that hangs holds
+        # up the next server only where something may have to be revoked.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if epoch.doubt else SETTLE_S):
+                await epoch.settled()
+        await ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence, requeued=epoch.requeued)
+        free = await self._parts.consequences.ended(epoch, violation)
+        return _End(violation, len(epoch.requeued), free)
 
     async def _boot(self) -> tuple[LiveEpoch, bool]:
         parts = self._parts
@@ -149,14 +203,22 @@ class Supervisor:
                 "server_start_failed",
                 f"the server gave no answer within {self._start_timeout_s:.0f} s (engine.start_timeout_s)",
             ) from None
-        report = await parts.gate(record)
+        state = parts.dumps.state()
+        epoch = LiveEpoch(record, state.sequence if state else 0)
+        try:
+            report = await parts.gate(epoch)
+        except CanaryError as error:
+            await parts.consequences.failed_at_boot(epoch, error)
+            raise
         await parts.on_report(report)
         continued = await parts.ledger.epoch_began(record)
-        return LiveEpoch(record), continued
+        await parts.consequences.began(epoch)
+        return epoch, continued
 
     async def _start(self) -> EpochRecord:
         """A server whose epoch is not void, with the space that dead ones took on the tmpfs free again."""
         parts = self._parts
+        await asyncio.to_thread(parts.before_start)
         record = await parts.owner.start()
         verdict = (await parts.ledger.voided_epochs()).get(record.epoch)
         if verdict is not None:
@@ -183,11 +245,12 @@ class Supervisor:
             return Violation("alive", await self._parts.owner.ended())
 
         violation = await _first(epoch.voided(), died())
-        epoch.void(violation)
+        epoch.void(violation, suspect=True)
         return violation
 
-    async def _back_off(self, violation: Violation, interrupted: int) -> None:
-        delay = self._policy.next_delay(self._parts.clock.monotonic(), random.random())
+    async def _back_off(self, end: _End) -> None:
+        violation = end.violation
+        delay = self._policy.next_delay(self._parts.clock.monotonic(), random.random(), counted=not end.free)
         # Starts that take as long as the budget's window would never be two in one window.
         if delay is None or self._failed_starts > self._policy.budget:
             self._go(Event.BUDGET_SPENT, violation.evidence)
@@ -197,7 +260,7 @@ class Supervisor:
                 f"{self._failed_starts} failed starts in a row; watchdog.restart_budget is {self._policy.budget}); "
                 f"the last reason: {violation.invariant}: {violation.evidence}",
             )
-        self._parts.observer.engine_restarted(violation.invariant, violation.evidence, interrupted, delay)
+        self._parts.observer.engine_restarted(violation.invariant, violation.evidence, end.requeued, delay)
         await self._parts.clock.sleep(delay)
         self._go(Event.RETRY_AFTER)
 

@@ -1,8 +1,9 @@
 """The invariants: what must hold before a state may be stored.
 
 Each is a pure function over records that returns None when it holds and a `Violation` when it does not. The tables at the end
-list them in order of judgement: those of the server's answer, those of the dump, and those of the whole run, which are
-judged elsewhere (`progress.py`, the pipeline's deadlines, the supervisor) and named here so that there is one list of names.
+list them in order of judgement: those of the server's answer, of the dump, of the canary, and of the whole run, which are
+judged elsewhere (`counter.py`, `progress.py`, the pipeline's deadlines, the supervisor) and named here so that there is one
+list of names. What is done about each is `policy.py`'s table.
 """
 
 from __future__ import annotations
@@ -179,6 +180,73 @@ def _where(evidence: Evidence, at: tuple[int, int] | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Parting:
+    """How far one state of two prompts lies apart, where their ids are equal at first and then part.
+
+    All distances are relative: the norm of the difference over the norm, of one row.
+
+    Attributes:
+        shared_beyond: share of the rows before the parting that lie further apart than the tolerance.
+        last_shared: distance of the last row before the ids part.
+        first_own: distance of the first row at which the ids differ.
+    """
+
+    shared_beyond: float
+    last_shared: float
+    first_own: float
+
+
+NOISE_SHARE: Final = 0.1
+"""Share of a canary's rows that may lie beyond the tolerance: batches are rounded differently, and a mixture of experts may
+route a token elsewhere for it. A shift, another layer or another prompt moves nearly all of them."""
+
+
+def twins(partings: tuple[Parting, ...], tolerance: float) -> Violation | None:
+    """Two prompts with a shared prefix, sent together, keep their own rows: their states part at the very row where their
+    ids part.
+
+    A causal model cannot know the ids that follow, so before the parting the rows are equal but for rounding, and at it they
+    differ. States that are shifted against their ids, mixed between requests or taken from a cache fail this without any
+    reference.
+
+    Args:
+        partings: one per state, in stored order.
+        tolerance: relative distance that rounding may cause.
+    """
+    for state, parting in enumerate(partings):
+        if parting.shared_beyond > NOISE_SHARE:
+            evidence = f"{parting.shared_beyond:.0%} of the shared rows differ by more than {tolerance}; expected none to"
+        elif parting.first_own <= tolerance:
+            evidence = f"the first row of their own differs by {parting.first_own:.3g}; expected more than {tolerance}"
+        elif parting.last_shared > parting.first_own / 2:
+            evidence = (
+                f"the last shared row differs by {parting.last_shared:.3g}, the first of their own by {parting.first_own:.3g}; "
+                "expected the states to part where the ids part"
+            )
+        else:
+            continue
+        return Violation("twins", f"state {state} of two prompts with a shared prefix: {evidence}")
+    return None
+
+
+def fingerprint(beyond: tuple[float, ...], tolerance: float) -> Violation | None:
+    """A fixed prompt gives the same states as at the first boot: same weights, same layers, rows in their places.
+
+    Args:
+        beyond: for each state, the share of its rows whose relative distance from the recorded row exceeds the tolerance.
+        tolerance: relative distance that rounding may cause.
+    """
+    for state, share in enumerate(beyond):
+        if share > NOISE_SHARE:
+            return Violation(
+                "fingerprint",
+                f"state {state} of the fixed prompt: {share:.0%} of its rows differ from the first boot's by over {tolerance}; "
+                f"expected at most {NOISE_SHARE:.0%}",
+            )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Invariant:
     """A row of the tables: name, group, and what it proves."""
 
@@ -202,7 +270,17 @@ DUMP_INVARIANTS: Final[tuple[tuple[Group, Callable[[Evidence], Violation | None]
     ("content", nonzero_rows),
     ("content", not_repeated),
 )
+CANARY_INVARIANTS: Final[tuple[tuple[Group, Callable[..., Violation | None]], ...]] = (
+    ("canary", twins),
+    ("canary", fingerprint),
+)
 RUN_INVARIANTS: Final[tuple[Invariant, ...]] = (
+    Invariant(
+        "sequence",
+        "counter",
+        "The server numbers its dumps without a gap, none twice, never below what it had reached when the request was sent.",
+    ),
+    Invariant("sole_writer", "counter", "One server process alone writes into the epoch, for this job alone."),
     Invariant("published", "counter", "A 200 answer is followed by its dump within its deadline."),
     Invariant("advancing", "progress", "With requests in flight, something comes out within a deadline that grows with them."),
     Invariant("alive", "progress", "The server process lives and its record still matches."),
@@ -219,6 +297,7 @@ INVARIANTS: Final[dict[str, Invariant]] = {
     for row in (
         *(_named(group, judge) for group, judge in ANSWER_INVARIANTS),
         *(_named(group, judge) for group, judge in DUMP_INVARIANTS),
+        *(_named(group, judge) for group, judge in CANARY_INVARIANTS),
         *RUN_INVARIANTS,
     )
 }

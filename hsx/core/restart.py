@@ -34,20 +34,23 @@ class RestartPolicy:
         self._limits = limits
         self._times: deque[float] = deque()
 
-    def next_delay(self, now: float, uniform: float) -> float | None:
+    def next_delay(self, now: float, uniform: float, *, counted: bool = True) -> float | None:
         """Seconds to wait before the next restart, or None when the budget is spent.
 
         Args:
             now: monotonic seconds.
             uniform: a random number in [0, 1).
+            counted: whether this restart counts against the budget. One that brought a hunt for a poison sample further does
+                not: such restarts are bounded by themselves.
         """
         limits = self._limits
         while self._times and self._times[0] <= now - limits.window_s:
             self._times.popleft()
-        if len(self._times) >= limits.budget:
+        if counted and len(self._times) >= limits.budget:
             return None
         delay: float = min(limits.longest_s, limits.first_s * limits.factor ** len(self._times))
-        self._times.append(now)
+        if counted:
+            self._times.append(now)
         return delay * (1 + limits.jitter * (2 * uniform - 1))
 
     @property

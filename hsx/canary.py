@@ -1,0 +1,191 @@
+"""Canaries: probe prompts of hsx's own, which prove that the server's states are what they must be. They are never stored.
+
+Two prompts with a shared prefix, the twins, are sent together. Both must pass every invariant of a sample; their states must
+part at the very row where their ids part; and the first one's states must be those of the job's first boot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsx.core.invariants import Evidence, Parting, Violation, fingerprint, judge_answer, judge_dump, twins
+from hsx.core.marker import Marker
+from hsx.errors import EngineError, SampleError
+from hsx.violated import CanaryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from numpy.typing import NDArray
+
+    from hsx.core.invariants import Answer, Content
+    from hsx.core.spec import CaptureSpec, ModelShape
+    from hsx.epoch import LiveEpoch
+    from hsx.ports import Dump, Dumps, EngineClient, Ledger
+
+TOKENS = 48
+SHARED = 32
+"""Tokens that the twins have in common, of `TOKENS`; for a shorter context, the same share of what it takes."""
+MARGIN = 16
+"""Tokens by which a server may accept less than the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Sends canaries to one server after the other.
+
+    Attributes:
+        run: the job's 8 hex digits.
+        spec: what must be captured.
+        shape: the model's facts.
+        timeout_s: longest time for an answer, and then for its dump.
+        tolerance: relative distance of a row that rounding may cause.
+        client, dumps, ledger: see `hsx.ports`.
+        measure: measures a dump's tensors against the ids asked for.
+        distances: relative distance of each row of two states, [tokens, L].
+    """
+
+    run: str
+    spec: CaptureSpec
+    shape: ModelShape
+    timeout_s: float
+    tolerance: float
+    client: EngineClient
+    dumps: Dumps
+    ledger: Ledger
+    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
+    distances: Callable[[NDArray[np.uint16], NDArray[np.uint16]], NDArray[np.float32]]
+    _reference: dict[str, NDArray[np.uint16]] = field(default_factory=dict)
+
+    async def check(self, epoch: LiveEpoch) -> int:
+        """Sends the twins and judges them; returns the capture number up to which the server is vouched for.
+
+        Raises:
+            CanaryError: an invariant does not hold.
+            EngineError: `server_start_failed` where a request itself failed, as it does when a server is dying or busy;
+                `staging_full`, `staging_gone` and what else the client raises.
+        """
+        first, second, shared = self.prompts()
+        probes = [Probe(await self._marker(len(ids)), ids) for ids in (first, second)]
+        floor = epoch.counter.highest
+        try:
+            for step in (self._ask, self._pair):
+                await _together([step(probe) for probe in probes])
+            for probe in probes:
+                await self._judge(epoch, probe, floor)
+            one, two = (np.array(probe.dump.states) for probe in probes if probe.dump is not None)
+        finally:
+            await asyncio.to_thread(self._discard, probes)
+        await self._compare(one, two, shared, first)
+        return min(probe.sequence for probe in probes)
+
+    def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+        """The twins' ids, int32, spread over the vocabulary, and how many of them they share."""
+        vocabulary = self.shape.vocab_size
+        tokens = max(2, min(TOKENS, self.shape.context_length - MARGIN))
+        shared = max(1, tokens * SHARED // TOKENS)
+        first = ((np.arange(tokens) * max(1, vocabulary // (tokens + 1)) + 1) % vocabulary).astype(np.int32)
+        second = first.copy()
+        second[shared:] = (first[shared:] + max(1, vocabulary // 2)) % vocabulary
+        return first, second, shared
+
+    async def _marker(self, tokens: int) -> Marker:
+        return Marker(self.run, await self.ledger.next_canary(), 1, tokens, canary=True)
+
+    async def _ask(self, probe: Probe) -> None:
+        try:
+            probe.answer = await self.client.prefill(probe.marker, probe.ids, self.timeout_s)
+        except SampleError as error:
+            raise EngineError("server_start_failed", f"the canary {probe.marker} failed: {error.message}") from error
+
+    async def _pair(self, probe: Probe) -> None:
+        marker = probe.marker
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self.dumps.arrival(marker)
+            probe.dump = self.dumps.open(marker)
+        except TimeoutError:
+            evidence = f"{marker} was answered and brought no dump in {self.timeout_s:.0f} s"
+            raise CanaryError("capture_off", Violation("published", evidence)) from None
+        except SampleError as error:
+            raise CanaryError("capture_off", Violation("published", f"{marker}: {error.message}")) from error
+
+    async def _judge(self, epoch: LiveEpoch, probe: Probe, floor: int) -> None:
+        dump, answer, marker = probe.dump, probe.answer, probe.marker
+        if dump is None or answer is None:
+            raise RuntimeError("a canary is judged before it came back")
+        probe.sequence = dump.header.sequence
+        content = await asyncio.to_thread(self.measure, dump.states, dump.input_ids, probe.ids)
+        evidence = Evidence(marker, epoch.id, self.spec, self.shape.hidden_size, dump.header, content)
+        violation = judge_answer(marker, answer) or judge_dump(evidence) or epoch.counter.note(probe.sequence, marker, floor)
+        if violation is not None:
+            raise CanaryError("capture_off", Violation(violation.invariant, f"{marker}: {violation.evidence}"))
+
+    async def _compare(self, one: NDArray[np.uint16], two: NDArray[np.uint16], shared: int, ids: NDArray[np.int32]) -> None:
+        apart = self.distances(one, two)
+        partings = tuple(
+            Parting(
+                shared_beyond=float(np.mean(apart[:shared, state] > self.tolerance)),
+                last_shared=float(apart[shared - 1, state]),
+                first_own=float(apart[shared, state]),
+            )
+            for state in range(apart.shape[1])
+        )
+        violation = twins(partings, self.tolerance)
+        if violation is None:  # only states that passed may become what later ones are compared with
+            wanted = await self._first_boot(one, ids)
+            beyond = tuple(float(share) for share in np.mean(self.distances(one, wanted) > self.tolerance, axis=0))
+            violation = fingerprint(beyond, self.tolerance)
+        if violation is not None:
+            raise CanaryError("canary_failed", violation)
+
+    async def _first_boot(self, states: NDArray[np.uint16], ids: NDArray[np.int32]) -> NDArray[np.uint16]:
+        """The recorded states of these ids; `states` themselves where there are none yet, which are recorded then."""
+        key = f"fingerprint-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}"
+        if key not in self._reference:
+            # In the ledger and not in a file of its own: what is compared with may not get lost, nor be another job's.
+            recorded = await self.ledger.fix(key, base64.b85encode(states.tobytes()).decode())
+            self._reference[key] = np.frombuffer(base64.b85decode(recorded), dtype=np.uint16).reshape(states.shape)
+        return self._reference[key]
+
+    def _discard(self, probes: list[Probe]) -> None:
+        for probe in probes:
+            if probe.dump is not None:
+                probe.dump.close()
+            self.dumps.remove(probe.marker)
+
+
+@dataclass(slots=True)
+class Probe:
+    """One of the twins under way.
+
+    Attributes:
+        marker: its marker.
+        ids: int32 [tokens].
+        answer: the server's answer, once there is one.
+        dump: its dump, once it came; closed when the twins are judged.
+        sequence: its capture number, once it was judged.
+    """
+
+    marker: Marker
+    ids: NDArray[np.int32]
+    answer: Answer | None = None
+    dump: Dump | None = None
+    sequence: int = 0
+
+
+async def _together(steps: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs the steps at once; the first error ends the others and is raised by itself."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
