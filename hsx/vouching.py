@@ -156,4 +156,5 @@ class Vouching:
         if rows:
             self._revoked = True
             await self._remove(rows)
-            self._observer.samples_revoked(epoch.id, violation.invariant, violation.evidence, len(rows))
+            tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
+            self._observer.samples_revoked(epoch.id, violation.invariant, violation.evidence, len(rows), tokens, nbytes)
