@@ -205,21 +205,23 @@ def test_stale_dumps_of_older_attempts(shared: Shared, tmp_path: Path, seen: Cal
     slow = shared.job(tmp_path / "job", prompts, pipeline=NEVER)
     folder = shared.server.folder
     first = killed(slow, lambda: len(dumps_of(folder, slow.run_id())) == len(prompts))
-    gone = range(0, len(prompts), 2)
-    for index in gone:
-        (folder / f"{slow.marker(index)}{SUFFIX}").unlink()
-    second_attempts = {str(slow.marker(index, 2)) for index in gone}
-    second = killed(slow, lambda: second_attempts <= set(map(str, dumps_of(folder, slow.run_id()))))
-    for index in gone:
-        assert shared.prefill(str(slow.marker(index, 1)), other_prompt(prompts[index])) == 200
-    wait_until(lambda: len(dumps_of(folder, slow.run_id())) == len(prompts) + len(gone), "the stale dumps", PATIENCE_S)
+    run = slow.run_id()
+    old, new = ({slow.marker(index, attempt) for index in range(len(prompts))} for attempt in (1, 2))
+    for marker in old:
+        (folder / f"{marker}{SUFFIX}").unlink()
+    second = killed(slow, lambda: set(dumps_of(folder, run)) == new)
+    for marker in old:
+        assert shared.prefill(str(marker), other_prompt(prompts[marker.index])) == 200
+    assert set(dumps_of(folder, run)) == old | new
     job = shared.job(tmp_path / "job", prompts)
     log = finish(job, first, second)
     seen("stale_attempt", job.loaded, log=log, engine="sglang", truth=job.truth(shared.judge))
     with job.ledger() as ledger:
         rows = [ledger.sample(index) for index in range(len(prompts))]
-    assert [(row.adopted, row.attempts) for row in rows] == [(True, 2 if row.index in gone else 1) for row in rows]
-    assert dumps_of(folder, job.run_id()) == []
+    assert [(row.adopted, row.attempts, row.marker) for row in rows] == [
+        (True, 2, str(job.marker(index, 2))) for index in range(len(prompts))
+    ]
+    assert dumps_of(folder, run) == []
 
 
 def test_stale_dumps_of_another_run(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
@@ -326,7 +328,7 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
                         for marker in caught:
                             assert shared.post("/abort_request", {"rid": str(marker)}) == 200
                     aborted |= caught
-                    wait_until(lambda: aborted <= over(process), "what becomes of them", PATIENCE_S)
+                    wait_until_over(process, caught)
                 time.sleep(0.005)
             hung_up.result()
         log = ended(process)
@@ -340,10 +342,14 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
         path.unlink()
 
 
-def over(process: HsxProcess) -> set[Marker]:
-    """Markers of the attempts that have ended, well or not."""
-    lines = [*process.events("attempt.failed"), *process.events("sample.committed")]
-    return {marker for line in lines if (marker := parse(line["marker"])) is not None}
+def wait_until_over(process: HsxProcess, markers: set[Marker]) -> None:
+    """Returns once these attempts have ended, well or not."""
+
+    def over() -> bool:
+        lines = [*process.events("attempt.failed"), *process.events("sample.committed")]
+        return markers <= {parse(line["marker"]) for line in lines} or process.process.poll() is not None
+
+    wait_until(over, f"the end of {', '.join(map(str, markers))}", PATIENCE_S)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -395,10 +401,10 @@ def boastful(server: RunningServer) -> Iterator[int]:
     base = f"http://127.0.0.1:{server.record.port}"
 
     class Relay(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the name that the base class looks for
+        def do_GET(self) -> None:
             self.relay(urllib.request.Request(base + self.path))
 
-        def do_POST(self) -> None:  # noqa: N802 - the name that the base class looks for
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             self.relay(urllib.request.Request(base + self.path, body, {"Content-Type": "application/json"}))
 
