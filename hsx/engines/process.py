@@ -73,7 +73,7 @@ def environment(pid: int) -> dict[str, str]:
 def command_of(pid: int) -> str:
     """The command line of a process, or its name, in 100 characters; for messages."""
     try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        line = " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split())
         return (line or Path(f"/proc/{pid}/comm").read_text(errors="replace").strip())[:_SHOWN]
     except OSError:
         return "a process that may not be looked at"

@@ -23,8 +23,8 @@ from hsx.engines.process import boot_id, start_ticks
 PIDS_NAME: Final = "pids.json"
 
 
-def record_of(pid: int, epoch: str, port: int = 30000) -> EpochRecord:
-    """The epoch record of a living process, as if it were a server."""
+def record_of(pid: int, epoch: str, port: int = 7) -> EpochRecord:
+    """The epoch record of a living process, as if it were a server; by default on a port where nobody listens."""
     return EpochRecord(
         epoch=epoch,
         boot_id=boot_id(),

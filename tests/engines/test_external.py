@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -13,7 +15,8 @@ from uuid import uuid4
 import pytest
 
 from hsx.engines.external import ExternalOwner, find_server
-from hsx.engines.process import boot_id, process_alive, start_ticks
+from hsx.engines.process import boot_id, environment, mismatch, process_alive, start_ticks
+from hsx.engines.records import lost_epochs
 from hsx.errors import EngineError
 from hsx.testing.idle_server import record_of, write_record
 
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PORT = 30000
+PORT = 7
+"""A port on which nobody listens."""
 
 
 @pytest.fixture
@@ -33,10 +37,10 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     sleeper.wait()
 
 
-def refusal(dump_dir: Path) -> str:
+def refusal(dump_dir: Path, port: int = PORT) -> str:
     """Why no server is found."""
     with pytest.raises(EngineError) as caught:
-        find_server(dump_dir, PORT)
+        find_server(dump_dir, port)
     assert caught.value.kind == "epoch_unknown"
     return caught.value.message
 
@@ -49,9 +53,19 @@ def test_running_server_is_found(tmp_path: Path) -> None:
     assert find_server(tmp_path, PORT) == record
 
 
-@pytest.mark.parametrize("changes", [{"boot_id": "another"}, {"start_ticks": 1}, {"pid": 1 << 22, "start_ticks": 5}])
-def test_process_that_is_gone(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Another boot, another process under the pid, or none: the message says that it is gone, and whose it was."""
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"boot_id": "another"}, r"the host was started anew: expected boot id another, found [0-9a-f-]{36}"),
+        (
+            {"start_ticks": 1},
+            r"pid \d+ went to another process: expected one started at tick 1, found '.*' started at tick \d+",
+        ),
+        ({"pid": 1 << 22, "start_ticks": 5}, r"expected process 4194304, found none"),
+    ],
+)
+def test_process_that_is_gone(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    """Another boot, another process under the pid, or none: the message says that it is gone, whose it was, and why."""
     record = replace(record_of(os.getpid(), str(uuid4())), **changes)
     write_record(tmp_path, record)
     assert not process_alive(record)
@@ -59,6 +73,55 @@ def test_process_that_is_gone(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert "is gone" in message
     assert record.epoch in message
     assert f"pid {record.pid}" in message
+    assert re.search(sentence, message)
+    assert re.fullmatch(sentence, lost_epochs(tmp_path)[record.epoch])
+
+
+@contextmanager
+def started(*command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with variables of its own, that has its command by now."""
+    process = subprocess.Popen(
+        ["sh", "-c", 'echo; exec "$@"', "sh", *command], env={**os.environ, **variables}, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("variables", "recorded", "sentence"),
+    [
+        ({"INVOCATION_ID": "b" * 32}, "b" * 32, ""),
+        ({"INVOCATION_ID": "b" * 32}, "", ""),
+        ({"INVOCATION_ID": "b" * 32}, "a" * 32, f"of another unit: expected invocation id {'a' * 32}, found {'b' * 32}"),
+        ({"HSX_EPOCH_RECORD": "/dumps/mine/server.json"}, "", ""),
+        ({"HSX_EPOCH_RECORD": "/dumps/other/server.json"}, "", "serves another epoch: expected mine, found other"),
+    ],
+)
+def test_a_process_says_itself_what_it_is(tmp_path: Path, variables: dict[str, str], recorded: str, sentence: str) -> None:
+    """What it was started with must not contradict the record: its unit's invocation, and the record it was given."""
+    with started("sleep", "3600", **variables) as process:
+        record = replace(record_of(process.pid, "mine"), invocation_id=recorded)
+        write_record(tmp_path, record)
+        assert process_alive(record)
+        if sentence:
+            assert sentence in refusal(tmp_path)
+            assert sentence in mismatch(record)
+        else:
+            assert find_server(tmp_path, PORT) == record
+
+
+def test_a_process_whose_variables_cannot_be_read_is_judged_by_the_rest() -> None:
+    """A title may have overwritten them; another user's cannot be read. What is not known contradicts nothing."""
+    with started("env", "-i", "sleep", "3600") as process:
+        record = record_of(process.pid, str(uuid4()))
+        while environment(process.pid):
+            pass
+        assert mismatch(replace(record, invocation_id="a" * 32)) == ""
 
 
 def test_zombie_is_gone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -117,11 +180,11 @@ def test_folders_that_this_user_may_not_enter(tmp_path: Path) -> None:
 
 def test_other_ports_only(tmp_path: Path) -> None:
     """Servers on other ports are named, not taken."""
-    for port in (30001, 30002):
+    for port in (8, 9):
         write_record(tmp_path, record_of(os.getpid(), str(uuid4()), port))
     message = refusal(tmp_path)
-    assert "names port 30000" in message
-    assert "30001, 30002" in message
+    assert "names port 7" in message
+    assert "8, 9" in message
 
 
 def test_living_server_among_dead_ones(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -130,7 +193,7 @@ def test_living_server_among_dead_ones(tmp_path: Path, process: subprocess.Popen
     for record in (
         replace(record_of(os.getpid(), str(uuid4())), start_ticks=3),
         running,
-        record_of(os.getpid(), str(uuid4()), 30001),
+        record_of(os.getpid(), str(uuid4()), 8),
     ):
         write_record(tmp_path, record)
     assert find_server(tmp_path, PORT) == running
@@ -138,7 +201,7 @@ def test_living_server_among_dead_ones(tmp_path: Path, process: subprocess.Popen
 
 def test_unreadable_record_is_told(tmp_path: Path) -> None:
     """A record that cannot be read does not stop the search, and is named where it finds nothing."""
-    folder = write_record(tmp_path, record_of(os.getpid(), str(uuid4()), 30001))
+    folder = write_record(tmp_path, record_of(os.getpid(), str(uuid4()), 8))
     broken = tmp_path / str(uuid4())
     broken.mkdir()
     (broken / "server.json").write_text("{")
