@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 from hsx.cli import build_parser
+from hsx.commands.invariants import keys_of
+from hsx.config import Engine, Pipeline, Watchdog
 from hsx.config_schema import keys
 from hsx.core.invariants import INVARIANTS
+from hsx.core.policy import POLICY
 from hsx.errors import KINDS
 from hsx.exit_codes import ExitCode
 from hsx.logs import EVENTS
@@ -56,6 +59,27 @@ def test_the_guide_speaks_of_no_kind_metric_or_key_that_is_not_there() -> None:
     assert len(kinds) > 10
     dotted = set(re.findall(r"`((?:pipeline|status|dataset|watchdog|engine|staging)\.[a-z_]+)", guide))
     assert dotted <= {*keys(), *EVENTS}
+
+
+def test_every_invariant_has_an_entry_that_says_what_fires_it_and_what_to_do() -> None:
+    section = page("operators-guide.md").partition("### Invariants\n")[2].partition("### Thresholds")[0]
+    entries = dict(re.findall(r"^\*\*`([a-z_]+)`\*\* (proves.*?)(?=\n\n)", section, re.MULTILINE | re.DOTALL))
+    assert set(entries) == set(INVARIANTS)
+    assert [name for name, text in entries.items() if "Fires " not in text or "Do: " not in text] == []
+
+
+def test_every_threshold_has_its_default_and_a_reason() -> None:
+    section = page("operators-guide.md").partition("### Thresholds\n")[2].partition("###")[0]
+    rows = {
+        key: (default, why) for key, default, why in re.findall(r"^\| `([a-z_.]+)` \| (\S+) \| (.+) \|$", section, re.MULTILINE)
+    }
+    sections = {"pipeline": Pipeline(), "watchdog": Watchdog(), "engine": Engine()}
+    bearing = {key for name in POLICY for key in keys_of(name)}
+    assert set(rows) == bearing
+    for key, (default, why) in rows.items():
+        kind, _, field = key.partition(".")
+        assert float(default) == getattr(sections[kind], field), key
+        assert len(why) > 20
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
