@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Final
 
-from hsx.engines.leftovers import remember
+from hsx.engines.leftovers import SHARED, remember, sweep_shared_memory
 from hsx.engines.listeners import Hold, holds_port
 from hsx.engines.process import descendants, process_alive
 from hsx.engines.records import bystander, look_up
@@ -66,6 +66,8 @@ class ExternalOwner:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise EngineError("epoch_unknown", f"{error.message}; waited {self._wait_s:g} s") from error
             else:
+                swept = await asyncio.to_thread(sweep_shared_memory, self._dump_dir)
+                notes += (f"removed {swept} files that killed servers had left in {SHARED}",) if swept else ()
                 self._record = record
                 self._situation = "; ".join((f"found epoch {record.epoch}, pid {record.pid}", *notes))
                 return record

@@ -104,10 +104,11 @@ def sweep_epoch(folder: Path) -> int:
 def sweep_shared_memory(dump_dir: Path) -> int:
     """Removes what dead servers of a dump directory left in /dev/shm; returns how many files went. Blocks; never raises.
 
-    To be called before `Dumps.sweep_other_epochs`, which removes what is known of dead epochs.
+    The owners do it at each start. A folder whose list has to stay is kept by `Dumps.sweep_other_epochs`, as any that holds
+    more than records.
     """
     try:
-        return sum(sweep_epoch(path.parent) for path in sorted(dump_dir.glob(f"*/{SHM_NAME}*")) if path.name == SHM_NAME)
+        return sum(sweep_epoch(folder) for folder in sorted({path.parent for path in dump_dir.glob(f"*/{SHM_NAME}*")}))
     except OSError:
         return 0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hsx.core.epoch import RECORD_NAME
-from hsx.engines.leftovers import sweep_epoch, sweep_shared_memory
+from hsx.engines.leftovers import SHARED, sweep_epoch, sweep_shared_memory
 from hsx.engines.listeners import taken
 from hsx.engines.process import carrying, descendants, process_alive, read_record
 from hsx.engines.reaper import KILL_NOW
@@ -193,7 +193,7 @@ def _make_way(plan: SpawnPlan) -> tuple[str, ...]:
     """
     records = look_up(plan.dump_dir)
     killed = _clear_up({folder.name for folder in plan.dump_dir.glob("*/")})
-    sweep_shared_memory(plan.dump_dir)
+    swept = sweep_shared_memory(plan.dump_dir)
     holder = taken(plan.host, plan.port) if plan.port else ""
     if holder:
         raise EngineError(
@@ -201,6 +201,7 @@ def _make_way(plan: SpawnPlan) -> tuple[str, ...]:
             f"port {plan.port} is held by {holder}; expected nobody there: end it, or give the server another port",
         )
     notes = [f"killed {killed} processes that an earlier run had left of its server"] if killed else []
+    notes += [f"removed {swept} files that killed servers had left in {SHARED}"] if swept else []
     return (*notes, *(bystander(record, plan.dump_dir) for record in records.living if process_alive(record)))
 
 

@@ -1,9 +1,10 @@
 """A process tree in a server's place, which does nothing but be hard to get rid of: for tests of who owns a server.
 
-    python -m hsx.testing.idle_server DUMP_DIR [--stubborn] [--no-record] [--exit N] --epoch UUID -- ARGS
+    python -m hsx.testing.idle_server DUMP_DIR [--stubborn] [--no-record] [--shared] [--exit N] --epoch UUID -- ARGS
 
 It writes its epoch record as `hsx serve` does, and beside it `pids.json`: its own pid, that of a child, that of an
-orphan in a session of its own, and the arguments after `--`.
+orphan in a session of its own, the arguments after `--`, and the name of a file in /dev/shm, which with `--shared` the orphan
+makes and holds once the record is there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from hsx.core.epoch import RECORD_NAME, EpochRecord, to_json
+from hsx.engines.leftovers import SHARED
 from hsx.engines.process import boot_id, start_ticks
 
 PIDS_NAME: Final = "pids.json"
@@ -60,6 +62,7 @@ def main() -> int:
     args.add_argument("dump_dir", type=Path)
     args.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     args.add_argument("--no-record", action="store_true")
+    args.add_argument("--shared", action="store_true", help="hold a file in /dev/shm")
     args.add_argument("--exit", type=int, help="end with this status before writing a record")
     args.add_argument("--last-words", default="idle server is up", help="printed to stderr at the start")
     args.add_argument("--epoch", required=True)
@@ -72,6 +75,7 @@ def main() -> int:
     if options.exit is not None:
         return int(options.exit)
     read, write = os.pipe()
+    shared = f"psm_{options.epoch}"
     child = os.fork()
     if child == 0:
         # The grandchild outlives its parent's interest: another session, a parent that does not wait for it.
@@ -79,9 +83,14 @@ def main() -> int:
         if orphan == 0:
             os.setsid()
             os.write(write, str(os.getpid()).encode())
+            if options.shared:
+                while not (options.dump_dir / options.epoch / RECORD_NAME).exists():
+                    time.sleep(0.01)
+                with (SHARED / shared).open("xb"):
+                    _sleep()
         _sleep()
     orphan = int(os.read(read, 20))
-    pids = {"main": os.getpid(), "child": child, "orphan": orphan, "rest": rest}
+    pids = {"epoch": options.epoch, "main": os.getpid(), "child": child, "orphan": orphan, "rest": rest, "shared": shared}
     if not options.no_record:
         folder = options.dump_dir / options.epoch
         folder.mkdir(parents=True)

@@ -6,20 +6,25 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pytest
 
+from hsx.core.epoch import SHM_NAME
+from hsx.engines.leftovers import SHARED
 from hsx.engines.process import descendants, start_ticks
 from hsx.engines.reaper import OWNER_GONE
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 from hsx.errors import EngineError
-from hsx.testing.idle_server import PIDS_NAME
+from hsx.testing.idle_server import PIDS_NAME, record_of, write_record
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -33,7 +38,7 @@ from pathlib import Path
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 
 async def main(folder):
-    command = [sys.executable, "-m", "hsx.testing.idle_server", str(folder / "dumps"), "--stubborn"]
+    command = [sys.executable, "-m", "hsx.testing.idle_server", str(folder / "dumps"), "--stubborn", "--shared"]
     owner = SpawnOwner(SpawnPlan(command=command, dump_dir=folder / "dumps", log_file=folder / "server.log"))
     print((await owner.start()).epoch, flush=True)
     await owner.ended()
@@ -132,28 +137,123 @@ async def test_death_of_the_server_takes_its_tree(tmp_path: Path, owner: SpawnOw
     assert alive(tree(written)) == []
 
 
-async def test_death_of_the_reaper_takes_everything(tmp_path: Path, owner: SpawnOwner) -> None:
-    """Even where the reaper is killed, nothing of the server runs on, orphans included, once `ended` has returned."""
+def reapers(server: int, root: int) -> list[int]:
+    """The two processes between `root` and the server, the outer one first."""
+    above = [pid for pid in descendants(root) if server in descendants(pid)]
+    return sorted(above, key=lambda pid: -len(descendants(pid)))
+
+
+@pytest.mark.parametrize("killed", [[0], [1], [0, 1], [1, 0]], ids=["outer", "inner", "outer and inner", "inner and outer"])
+async def test_death_of_the_reaper_takes_everything(tmp_path: Path, killed: list[int]) -> None:
+    """Even where the reaper is killed, nothing of the server is left, orphans included, once `ended` has returned."""
+    owner = SpawnOwner(plan(tmp_path, "--stubborn", "--shared"))
     written = pids(tmp_path, (await owner.start()).epoch)
-    reaper = next(pid for pid in descendants(os.getpid()) if written["main"] in descendants(pid))
-    os.kill(reaper, signal.SIGKILL)
+    await until((SHARED / written["shared"]).exists)
+    both = reapers(written["main"], os.getpid())
+    assert len(both) == 2
+    for which in killed:
+        os.kill(both[which], signal.SIGKILL)
     assert "SIGKILL" in await asyncio.wait_for(owner.ended(), PATIENCE_S)
     assert alive(tree(written)) == []
+    # Where both were killed, at most what they had seen until then is known.
+    assert len(killed) == 2 or not (SHARED / written["shared"]).exists()
+    (SHARED / written["shared"]).unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def small_hsx(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    """A process that has spawned an idle server, and what that wrote of itself; the server holds a file in /dev/shm."""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, str(folder), stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    written = pids(folder, (await parent.stdout.readline()).decode().strip())
+    try:
+        await until((SHARED / written["shared"]).exists)
+        yield parent, written
+    finally:
+        for pid in (*tree(written), *([parent.pid] if parent.returncode is None else [])):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await parent.wait()
+        (SHARED / written["shared"]).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_death_of_hsx_takes_everything(tmp_path: Path, number: signal.Signals) -> None:
-    """However hsx dies, its reaper and the whole tree vanish."""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, str(tmp_path), stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    epoch = (await parent.stdout.readline()).decode().strip()
-    below = descendants(parent.pid)
-    written = pids(tmp_path, epoch)
-    assert set(tree(written)) <= set(below)
-    assert len(below) == 5
-    parent.send_signal(number)
-    await parent.wait()
-    await until(lambda: not alive(below))
+    """However hsx dies, its reaper and the whole tree vanish, and what they held in /dev/shm."""
+    async with small_hsx(tmp_path) as (parent, written):
+        below = descendants(parent.pid)
+        assert set(tree(written)) <= set(below)
+        assert len(below) == 5
+        parent.send_signal(number)
+        await parent.wait()
+        await until(lambda: not alive(below))
+        assert not (SHARED / written["shared"]).exists()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["outer", "inner"])
+async def test_death_of_hsx_and_a_reaper_at_once_takes_everything(tmp_path: Path, which: int) -> None:
+    """The other reaper is left to do it. hsx is stopped first, so that it cannot see the first death."""
+    async with small_hsx(tmp_path) as (parent, written):
+        below, both = descendants(parent.pid), reapers(written["main"], parent.pid)
+        for pid, number in ((parent.pid, signal.SIGSTOP), (both[which], signal.SIGKILL), (parent.pid, signal.SIGKILL)):
+            os.kill(pid, number)
+        await parent.wait()
+        await until(lambda: not alive(below))
+        assert not (SHARED / written["shared"]).exists()
+
+
+async def test_what_outlives_hsx_and_both_reapers_goes_at_the_next_start(tmp_path: Path) -> None:
+    """The kernel kills the server itself; an orphan of it lives on until hsx starts again, and so does what it holds."""
+    async with small_hsx(tmp_path) as (parent, written):
+        both, shared = reapers(written["main"], parent.pid), SHARED / written["shared"]
+        await until((tmp_path / "dumps" / written["epoch"] / SHM_NAME).exists)
+        # Stopped first: none of them can see the death of another.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (*both, parent.pid):
+                os.kill(pid, number)
+        await parent.wait()
+        await until(lambda: not alive([written["main"]]))
+        assert alive([written["orphan"]])
+        assert shared.exists()
+        owner = SpawnOwner(plan(tmp_path))
+        try:
+            await owner.start()
+            assert alive(tree(written)) == []
+            assert not shared.exists()
+            assert "killed 2 processes that an earlier run had left of its server" in owner.situation
+            assert "removed 1 files that killed servers had left in /dev/shm" in owner.situation
+        finally:
+            await owner.stop(0)
+
+
+async def test_a_stopped_server_is_killed(tmp_path: Path) -> None:
+    """SIGSTOP keeps SIGTERM away from it, not SIGKILL."""
+    owner = SpawnOwner(plan(tmp_path))
+    written = pids(tmp_path, (await owner.start()).epoch)
+    for pid in tree(written):
+        os.kill(pid, signal.SIGSTOP)
+    await owner.stop(0.1)
+    assert alive(tree(written)) == []
+    assert "SIGKILL" in await owner.ended()
+
+
+async def test_a_start_on_a_port_that_somebody_has(tmp_path: Path) -> None:
+    """It is refused before a large model is loaded in vain, with the name of who has it; nothing is started."""
+    before = set(descendants(os.getpid()))
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        port = opened.getsockname()[1]
+        with pytest.raises(EngineError, match=rf"port {port} is held by process {os.getpid()} \(.*; expected nobody") as caught:
+            await SpawnOwner(replace(plan(tmp_path), port=port)).start()
+    assert caught.value.kind == "server_start_failed"
+    assert set(descendants(os.getpid())) <= before
+
+
+async def test_a_server_that_is_not_ours_is_told_and_left_alone(tmp_path: Path, owner: SpawnOwner) -> None:
+    """One that somebody else started in the same dump directory."""
+    other = record_of(os.getpid(), str(uuid4()))
+    write_record(tmp_path / "dumps", other)
+    await owner.start()
+    assert f"another server still lives in {tmp_path / 'dumps'}: epoch {other.epoch}, pid {os.getpid()}" in owner.situation
 
 
 async def test_reaper_whose_owner_is_gone_starts_nothing(tmp_path: Path) -> None:
