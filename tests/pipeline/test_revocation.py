@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from hsx.core.spec import CaptureSpec
 from hsx.ports import Commit, Row
 from hsx.stores.group import create_store, open_store
 from hsx.stores.ledger import SqliteLedger, create, new_run
+from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import ShardRoot, attach_roots, discard_strays
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.tokens import TokenTable
@@ -22,6 +24,7 @@ from hsx.stores.view import UnionView, visible
 from hsx.telemetry import Telemetry
 from hsx.testing.roots import FailingRoot
 from hsx.testing.stores import random_states
+from hsx.testing.truth import wrong_samples
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.sample import Lease
+    from hsx.testing.tiny_job import TinyJob
 
 SAMPLES, TOKENS, EPOCH = 4, 5, "e1"
 RECORD = EpochRecord(EPOCH, "boot", 1, 2, "", ("sglang",), "m", "", (1,), "post_norm", "sglang", "0.5.23", "0.1.0", "h", 1)
@@ -162,6 +166,44 @@ async def test_a_shard_is_not_written_while_its_revoked_one_is_about_to_be_disca
     await revoking
     assert bench.shards()[home] == [lease.sample.index]
     assert bench.view.indices().tolist() == [lease.sample.index]
+
+
+@pytest.mark.slow
+async def test_a_run_begins_with_the_revocation_that_a_killed_one_had_not_come_to(job: TinyJob) -> None:
+    async with job.server():
+        assert (await job.run()).committed == 12
+    with job.ledger() as reader:
+        by_sequence = sorted(reader.committed(), key=lambda row: row.sequence)
+        (epoch,) = reader.epochs()
+        job_run = reader.run
+    assert epoch.vouched >= by_sequence[-1].sequence  # the canary at the end of the run
+    sound, doubtful = by_sequence[:5], by_sequence[5:]
+    # As a run leaves it that was killed between the verdict of a canary and the revocation, with wrong states on the disks.
+    path = job.loaded.state_dir / FILE_NAME
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE epochs SET vouched = ?", (sound[-1].sequence,))
+    db.close()
+    ledger = SqliteLedger(path)
+    await ledger.doubt(epoch.epoch, "fingerprint", "other states")
+    await ledger.epoch_ended(epoch.epoch, "fingerprint", "other states")
+    await ledger.close()
+    store = open_store(job.loaded.store)
+    _, roots = attach_roots(store, {root.name: root.path for root in job.loaded.roots})
+    places = {root.name: root for root in roots}
+    for row in doubtful:
+        states = random_states(np.random.default_rng(0), row.tokens, store.layout.states, store.layout.hidden_size)
+        places[row.root].write(row.index, Marker(job_run, row.index, 1, row.tokens), states)
+    assert wrong_samples(job.loaded) == sorted(row.index for row in doubtful)
+    async with job.server():
+        outcome = await job.run()
+    assert (outcome.committed, outcome.pending) == (12, 0)
+    assert wrong_samples(job.loaded) == []
+    with job.ledger() as reader:
+        (revocation,) = reader.revocations()
+        assert sorted(revocation.samples) == sorted(row.index for row in doubtful)
+        rows = {row.index: row.epoch for row in reader.committed()}
+        assert {rows[row.index] for row in sound} == {epoch.epoch}
+        assert epoch.epoch not in {rows[row.index] for row in doubtful}
 
 
 async def test_revoking_is_finished_even_when_it_is_cancelled(bench: Bench) -> None:
