@@ -31,6 +31,8 @@ class HuggingFace:
         import torch
         from transformers import AutoModelForCausalLM
 
+        # On a busy machine threads that wait for each other cost more than they bring.
+        torch.set_num_threads(1)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
         self._before_norm: list[torch.Tensor] = []
         self._model.model.norm.register_forward_pre_hook(lambda _, inputs: self._before_norm.append(inputs[0]))

