@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncio_throttle import Throttler
@@ -27,6 +28,7 @@ from hsx.dumps.directory import DumpDirectory
 from hsx.dumps.measure import measure
 from hsx.engines import sglang
 from hsx.engines.external import ExternalOwner
+from hsx.engines.leftovers import sweep_shared_memory
 from hsx.engines.process import process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 from hsx.errors import EngineError, RunError
@@ -86,6 +88,7 @@ class Outcome:
         restarts: restarts of the engine in this run.
         store: the store's path.
         interrupted: a signal ended the run before the job was done.
+        revoked: samples that were committed and taken back in this run.
     """
 
     committed: int
@@ -98,6 +101,7 @@ class Outcome:
     restarts: int
     store: str
     interrupted: bool
+    revoked: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +362,7 @@ class Run:
             clock=clock,
             gate=gate.check,
             on_report=self._record_norm,
-            before_start=lambda: None,
+            before_start=partial(sweep_shared_memory, self._loaded.dump_dir),
             consequences=self._vouching,
         )
         limits = RestartLimits(
@@ -435,6 +439,8 @@ class Run:
 
     async def _record_norm(self, report: CaptureReport) -> None:
         """Keeps the final norm in the store: with it, and only with it, pre_norm states convert to post_norm."""
+        # What the owner has found beside the server is to be logged, however short the start was.
+        self._telemetry.engine_waiting(self._supervisor.situation)
         try:
             weight = await asyncio.to_thread(read_norm, self._dumps.folder, report)
         except (OSError, ValueError) as error:
@@ -478,6 +484,8 @@ def make_owner(loaded: LoadedConfig) -> EngineOwner:
             dump_dir=loaded.dump_dir,
             log_file=loaded.state_dir / "server.log",
             env=engine.env,
+            host=engine.host,
+            port=engine.port,
         )
     )
 
@@ -495,6 +503,7 @@ def _outcome(loaded: LoadedConfig, telemetry: Telemetry, after: Counts, *, inter
         restarts=snapshot["engine"]["restarts"]["total"],
         store=str(loaded.store),
         interrupted=interrupted,
+        revoked=snapshot["progress"]["samples"]["revoked_by_run"],
     )
 
 

@@ -114,6 +114,7 @@ def summary(outcome: Outcome, code: ExitCode) -> str:
         ("rejected", outcome.rejected),
         ("pending", outcome.pending),
         ("restarts", outcome.restarts),
+        ("revoked", outcome.revoked),
     ):
         if count:
             lines.append(f"{word:<12}{count}")

@@ -76,6 +76,7 @@ def test_the_summary_names_what_there_is() -> None:
     ]
     text = summary(replace(DONE, quarantined=2, violations={"finite": 6}, restarts=1), ExitCode.INCOMPLETE)
     assert "violations  finite 6\nquarantined 2\nrestarts    1\nexit code   3: " in text
+    assert "revoked     7\n" in summary(replace(DONE, revoked=7), ExitCode.DONE)
     assert "committed   1 sample\n" in summary(replace(DONE, committed=1), ExitCode.DONE)
 
 
