@@ -16,7 +16,10 @@ LIGHT_FOR_ALL = {"hsx", "hsx.errors", "hsx.ports", "hsx.config"}
 
 # What hsx modules each part may import, by module prefix; anything else of hsx is a fault. Others' packages are not listed,
 # but for the parts that may only use some.
-ORCHESTRATION = ("pipeline", "writer", "supervisor", "watchdog", "gate", "admission", "epoch")
+ORCHESTRATION = (
+    *("pipeline", "writer", "supervisor", "watchdog", "gate", "admission", "epoch"),
+    *("canary", "vouching", "suspects", "sweeper", "violated"),
+)
 CONCRETE = {
     "hsx.dumps.directory",
     "hsx.engines.external",
