@@ -21,7 +21,8 @@ import aiohttp
 import numpy as np
 
 from hsx.core.dump import decode_header
-from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
+from hsx.core.epoch import REPORT_NAME, SHM_NAME, CaptureReport, report_from_json
+from hsx.engines.leftovers import SHARED
 from hsx.engines.reaper import KILL_NOW
 from hsx.testing.servers import free_port
 
@@ -121,6 +122,13 @@ class CaptureServer:
             self._process.send_signal(KILL_NOW)
             self._process.wait()
             self._process = None
+
+    def shared_files(self) -> list[Path]:
+        """What the server is known to hold in /dev/shm. Waits until that is something: a real server always has semaphores."""
+        known = self.dumps / SHM_NAME
+        while not known.exists():
+            time.sleep(0.1)
+        return [SHARED / file["name"] for file in json.loads(known.read_text())["files"]]
 
     def log_tail(self, characters: int = 4000) -> str:
         """The end of the server's output."""
