@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hsx.commands.job import require_begun
-from hsx.commands.output import emit, emit_json, table
+from hsx.commands.output import emit, emit_json, plural, table
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.ports import CommittedRow
 from hsx.show import SampleView, find, show
-from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_reader import LedgerReader, RevocationRow, SampleRow
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.reader import Store
 
@@ -24,23 +25,41 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args.job)
     require_begun(loaded)
     index = find(Store(loaded.store), args.sample)
-    view = show(loaded.store, index, _row(loaded.state_dir / FILE_NAME, index))
+    row, revocations = _history(loaded.state_dir / FILE_NAME, index)
+    view = show(loaded.store, index, None if row is None else _committed(row))
     if args.json:
-        emit_json(view.as_dict())
+        known = {} if row is None else {"state": row.state, "attempts": row.attempts, "failures": row.failures}
+        why = {} if row is None else {"reason": row.reason, "evidence": row.evidence}
+        emit_json({**view.as_dict(), **known, **why, "revocations": [asdict(entry) for entry in revocations]})
     else:
-        emit(describe(view))
+        emit("\n".join([describe(view), *_told(row, revocations)]))
     return ExitCode.DONE
 
 
-def _row(ledger: Path, index: int) -> CommittedRow | None:
-    """The ledger's entry of the sample; None without a ledger, or where the sample is not committed."""
+def _history(ledger: Path, index: int) -> tuple[SampleRow | None, list[RevocationRow]]:
+    """The ledger's entry of the sample, None without a ledger; and each time that it was committed and taken back."""
     if not ledger.exists():
-        return None
+        return None, []
     with LedgerReader(ledger) as reader:
-        row = reader.sample(index)
+        return reader.sample(index), [entry for entry in reader.revocations() if index in entry.samples]
+
+
+def _told(row: SampleRow | None, revocations: list[RevocationRow]) -> list[str]:
+    """Why the sample is not committed, and what became of it before."""
+    lines = [f"revoked   {entry.invariant}: {entry.evidence} (epoch {entry.epoch})" for entry in revocations]
+    if row is not None and row.state != "committed":
+        reason = f"; the last failure: {row.reason}: {row.evidence}" if row.reason else ""
+        lines.append(f"ledger    {row.state} after {plural(row.attempts, 'attempt')}{reason}")
+    return lines
+
+
+def _committed(row: SampleRow) -> CommittedRow | None:
+    """The entry of the commit; None where the sample is not committed."""
     if row.root is None or row.crc32c is None or row.nbytes is None or row.sequence is None or row.state != "committed":
         return None
-    return CommittedRow(index, row.root, row.crc32c, row.nbytes, row.tokens, row.marker or "", row.epoch or "", row.sequence)
+    return CommittedRow(
+        row.index, row.root, row.crc32c, row.nbytes, row.tokens, row.marker or "", row.epoch or "", row.sequence
+    )
 
 
 def describe(view: SampleView) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,11 @@ from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
 from hsx.prepare import prepare
+from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_schema import FILE_NAME
 from hsx.testing.jobs import write_job
 from hsx.testing.left_job import LeftJob, leave_job
+from hsx.testing.stores import EPOCH
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +129,26 @@ def test_show_a_sample_by_index_and_by_id(left: LeftJob, screen: Screen) -> None
 
 def test_show_a_sample_that_is_not_committed(left: LeftJob, screen: Screen) -> None:
     assert main(["show", left.file, "4"]) == ExitCode.DONE
-    assert "state     not committed" in screen.text()
+    assert screen.text().endswith("state     not committed\nledger    pending after 1 attempt\n")
+    assert main(["show", left.file, "3"]) == ExitCode.DONE
+    assert "ledger    quarantined after 1 attempt; the last failure: finite: 4 values are NaN" in screen.text()
+    assert main(["show", left.file, "3", "--json"]) == ExitCode.DONE
+    document = screen.json()
+    assert (document["state"], document["reason"], document["revocations"]) == ("quarantined", "finite", [])
+
+
+def test_show_a_sample_that_was_revoked(left: LeftJob, screen: Screen) -> None:
+    async def revoke() -> None:
+        ledger = SqliteLedger(left.loaded.state_dir / FILE_NAME)
+        await ledger.revoke(EPOCH, "fingerprint", "other states")
+        await ledger.close()
+
+    asyncio.run(revoke())
+    assert main(["show", left.file, "1"]) == ExitCode.DONE
+    assert f"revoked   fingerprint: other states (epoch {EPOCH})\nledger    pending after 1 attempt\n" in screen.text()
+    assert main(["show", left.file, "1", "--json"]) == ExitCode.DONE
+    (revocation,) = screen.json()["revocations"]
+    assert (revocation["invariant"], revocation["samples"]) == ("fingerprint", [0, 1, 2])
 
 
 def test_show_an_unknown_sample(left: LeftJob, screen: Screen) -> None:
