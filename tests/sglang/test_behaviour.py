@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import urllib.request
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from hsx.capture.report import read_norm
-from hsx.core.epoch import record_from_json
+from hsx.core.epoch import LOCK_NAME, STATE_NAME, record_from_json, state_from_json
 from hsx.core.marker import Marker
+from hsx.engines.process import descendants, start_ticks
 from hsx.testing.capture_server import CaptureServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from hsx.core.epoch import CaptureState
     from hsx.testing.tiny_models import Kind
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -59,8 +63,6 @@ def test_record_and_report(server: CaptureServer, model: Path) -> None:
 
 
 def test_record_names_the_server_process(server: CaptureServer) -> None:
-    from hsx.serve import start_ticks
-
     record = record_from_json((server.dumps / "server.json").read_text())
     assert start_ticks(record.pid) == record.start_ticks
 
@@ -71,6 +73,33 @@ def test_foreign_requests_leave_nothing(server: CaptureServer) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health_generate") as answer:  # a forward of its own
         assert answer.status == 200
     assert names(server) == before
+
+
+def test_state_file_counts(server: CaptureServer) -> None:
+    """Each kind of request is counted once it is answered, by the process that captures."""
+
+    def state() -> CaptureState:
+        return state_from_json((server.dumps / STATE_NAME).read_text())
+
+    before = state()
+    mine, broken = [marker(200 + i, 300 + i) for i in range(3)], marker(203, 10)
+    asyncio.run(server.generate({**{str(m): IDS[: m.tokens] for m in mine}, "other": IDS[:300], str(broken): IDS[:20]}))
+    after = state()
+    assert after == replace(
+        before,
+        sequence=before.sequence + 3,
+        published=before.published + 3,
+        foreign=before.foreign + 1,
+        failed=before.failed + 1,
+    )
+    assert after.sequence == after.published == max(server.dump(m)[0].sequence for m in mine)
+    record = record_from_json((server.dumps / "server.json").read_text())
+    assert after.epoch == record.epoch
+    assert after.pid in descendants(record.pid)
+    assert after.start_ticks == start_ticks(after.pid)
+    assert (server.dumps / LOCK_NAME).read_text() == f"pid {after.pid}\n"
+    with (server.dumps / LOCK_NAME).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_foreign_and_marked_requests_share_batches(server: CaptureServer) -> None:
