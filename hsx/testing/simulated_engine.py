@@ -67,10 +67,14 @@ class Wire:
         finally:
             self._deaths.remove(end)
 
-    def keep_up(self) -> None:
-        """Lets the server do what is due by now, delivers it, and comes back when more is due."""
+    def keep_up(self, due: float = 0.0) -> None:
+        """Lets the server do what is due by now, delivers it, and comes back when more is due.
+
+        Args:
+            due: server time that has come, whatever rounding makes of the loop's.
+        """
         server = self.server
-        server.advance(self._loop.time() + self._offset)
+        server.advance(max(due, self._loop.time() + self._offset))
         for marker, outcome in server.outcomes:
             answer = self._answers.get(marker)
             if answer is not None and not answer.done():
@@ -86,9 +90,9 @@ class Wire:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = server.next_due()
-        if due is not None:
-            self._timer = self._loop.call_at(due - self._offset, self.keep_up)
+        coming = server.next_due()
+        if coming is not None:
+            self._timer = self._loop.call_at(coming - self._offset, self.keep_up, coming)
 
 
 class SimulatedClient:
