@@ -280,10 +280,10 @@ class Pipeline:
         suspects = self._parts.suspects
         while True:
             self._returned.clear()
-            self._leases += [lease for lease in self._held if suspects.admits(lease.sample.index)]
-            self._held = [lease for lease in self._held if not suspects.admits(lease.sample.index)]
-            if not self._leases:
-                self._leases = (await self._parts.leases.acquire(self._settings.leases, suspects.trial))[::-1]
+            self._leases, self._held = self._held + self._leases, []
+            if not any(suspects.admits(lease.sample.index) for lease in self._leases):
+                self._leases += await self._parts.leases.acquire(self._settings.leases, suspects.trial)
+                self._leases.reverse()
             while self._leases:
                 lease = self._leases.pop()
                 evidence = suspects.conviction(lease.sample.index)

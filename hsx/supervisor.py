@@ -62,7 +62,7 @@ class SupervisorParts:
     """Passes a fit server, and raises for any other."""
     on_report: Callable[[CaptureReport], Awaitable[None]]
     """Hears what the server captures, before the epoch becomes ready."""
-    before_start: Callable[[], None]
+    before_start: Callable[[], object]
     """Clears away what dead servers left on this machine. Blocks."""
     consequences: Consequences
     """Draws what follows from an epoch's end for the samples."""
@@ -181,7 +181,7 @@ class Supervisor:
             self._parts.observer.violation(None, violation.invariant, violation.evidence)
             await ledger.violation(epoch.id, None, violation.invariant, violation.evidence)
         if epoch.doubt:
-            await ledger.doubt(epoch.id, violation.invariant, violation.evidence)  # so that a crash does not forget it
+            await ledger.doubt(epoch.id, violation.invariant, violation.evidence)  # a crash may come before the revocation
         await ledger.epoch_ended(epoch.id, violation.invariant, violation.evidence)
         # An attempt that is being stored may still be committed; whatever follows has to know of it. A disk that hangs holds
         # up the next server only where something may have to be revoked.

@@ -47,7 +47,7 @@ class Suspects:
 
     def admits(self, index: int) -> bool:
         """Whether sample `index` may be sent now."""
-        return self._hunt.admits(index)
+        return index not in self._convicted and self._hunt.admits(index)
 
     async def cleared(self, index: int) -> bool:
         """The server is done with sample `index` and lives. True where that lets others in."""

@@ -104,9 +104,9 @@ class Vouching:
                 if not await self.probe(epoch):
                     break
             except EngineError as error:
-                self._observer.error_met(error.kind, f"no canary at the end of the run: {error.message}")
                 if epoch.is_void:
                     break
+                self._observer.error_met(error.kind, f"no canary at the end of the run: {error.message}")
                 await self._clock.sleep(RETRY_S)
         if self._open is not None and self._open.is_void:
             await self._ended.wait()  # what its end means for samples is being found out
@@ -122,6 +122,7 @@ class Vouching:
         try:
             sequence = await epoch.run(self._canary.check(epoch))
         except CanaryError as error:
+            await self._ledger.doubt(epoch.id, error.violation.invariant, error.violation.evidence)
             epoch.void(error.violation, doubt=True)
             return False
         self._unvouched = max(0, self._unvouched - asked)

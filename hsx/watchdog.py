@@ -135,7 +135,7 @@ class Watchdog:
         if epoch is not self._parts.supervisor.epoch:
             return
         if POLICY[reason].epoch == "void" and violation is not None:
-            epoch.void(Violation(reason, f"{marker}: {violation.evidence}"), reported=True)
+            epoch.void(violation, reported=True)
         elif POLICY[reason].epoch == "count":
             self._add(epoch, reason)
         async with self._trial:

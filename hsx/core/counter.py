@@ -26,6 +26,7 @@ class Counter:
     """
 
     def __init__(self, baseline: int = 0) -> None:
+        self._baseline = baseline
         self._through = baseline
         self._above: set[int] = set()
         self._highest = baseline
@@ -54,6 +55,8 @@ class Counter:
             return None
         given = self._was_given(sequence)
         other = next((m for m, number in reversed(self._markers.items()) if number == sequence), None) if given else None
+        if sequence <= self._baseline:
+            given = other is not None  # which of those numbers were seen by an earlier life of hsx is not known
         self._remember(sequence, marker)
         if known is not None:
             return Violation("expected", f"{marker} has two dumps, numbers {known} and {sequence}; expected one")

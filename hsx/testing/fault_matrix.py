@@ -121,7 +121,9 @@ ROWS: Final[dict[str, Row]] = {
         "found by halving the suspects, and quarantined as `server_killed`; the rest goes on",
     ),
     "staging_full": Row("the dump tmpfs is full", "waits for room and asks again; held against nobody", True),
-    "staging_gone": Row("the dump directory is deleted under us", "`staging_gone`: epoch void, server restarted"),
+    "staging_gone": Row(
+        "the dump directory is deleted under us", "`alive`, with that as evidence: restarted, samples requeued"
+    ),
     # hsx's own life
     "killed_at_preallocation": Row("hsx is killed while it preallocates a shard", _ADOPTED),
     "killed_at_write": Row("hsx is killed while it writes a shard", _ADOPTED),

@@ -91,7 +91,9 @@ def test_what_was_given_before_hsx_came_is_not_missing_and_not_known() -> None:
     counter = Counter(baseline=10)
     assert counter.gap(10, 0) is None
     assert not counter.knows(marker(0))
-    assert named(counter.note(4, marker(0))) == "sequence"
+    assert counter.note(4, marker(0)) is None
+    assert named(counter.note(4, marker(1))) == "sequence"
+    assert named(counter.note(9, marker(2), floor=10)) == "sequence"
 
 
 def test_memory_is_bounded_whatever_is_missing() -> None:

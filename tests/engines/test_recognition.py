@@ -183,3 +183,22 @@ def test_sockets_that_this_user_may_not_see(tmp_path: Path, idle: subprocess.Pop
         command = [sys.executable, "-c", code, str(port)]
         done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert f"this user may not see the sockets of process {idle.pid}: its port was not checked" in done.stdout
+
+
+def test_a_server_in_another_network(tmp_path: Path) -> None:
+    """Its sockets are not in this host's table: that its port was not checked is said, and it is taken."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may make a network namespace")
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        far = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 3600"], stdout=subprocess.PIPE)
+        try:
+            assert far.stdout is not None
+            assert far.stdout.readline() == b"\n"
+            record = publish(tmp_path, far.pid, port)
+            found, notes = look_for(tmp_path, port)
+        finally:
+            far.kill()
+            far.communicate()
+    assert found == record
+    assert notes == (f"process {far.pid} is in another network namespace: its port was not checked",)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hsx.testing.fault_matrix import Matrix
-from hsx.testing.servers import RunningServer, running_reference, tiny_config
+from hsx.testing.servers import RunningServer, free_port, running_reference, tiny_config
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
 
 if TYPE_CHECKING:
@@ -46,5 +47,27 @@ def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
 
     def make(**options: Any) -> TinyJob:
         return make_job(tmp_path, server=server, **options)
+
+    return make
+
+
+@pytest.fixture
+def spawned(tmp_path: Path) -> Callable[..., TinyJob]:
+    """Makes a job that owns its server: `spawned(fault, ..., samples=..., pipeline=...)`.
+
+    Each life of the server arms the faults, JSON objects as for `/_fault`, so those of first attempts strike once. It dies at
+    boot while the file `deaths` in the job's folder holds a number above 0.
+    """
+
+    def make(*faults: dict[str, Any], watchdog: dict[str, Any] | None = None, **options: Any) -> TinyJob:
+        engine = {
+            "ownership": "spawn",
+            "port": free_port(),
+            "args": ["--allow-faults", "--die-at-boot", str(tmp_path / "deaths")]
+            + [word for fault in faults for word in ("--fault", json.dumps(fault))],
+            "stop_grace_s": 5.0,
+        }
+        timing = {"backoff_first_s": 0.05, "backoff_longest_s": 0.1, **(watchdog or {})}
+        return make_job(tmp_path, engine=engine, watchdog=timing, **options)
 
     return make

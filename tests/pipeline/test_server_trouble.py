@@ -34,7 +34,7 @@ async def test_a_server_that_fails_everything_is_voided_before_any_sample_is_qua
     job = job_of(samples=40, watchdog={"violations": 6})
     for sample in range(40):
         await server.fault(fault, count=-1, match=f"-{sample}-1-")
-    await server.fault(fault, count=-1, match="-c2-")  # the canary at boot, c1, passes
+    await server.fault(fault, count=-1, match="-c3-")  # the canaries at boot, c1 and c2, pass
     with pytest.raises(RunError, match=reason) as caught:
         await job.run()
     assert caught.value.kind == "epoch_void"
