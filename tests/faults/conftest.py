@@ -21,9 +21,15 @@ RESULTS = Path(__file__).parents[2] / "build" / "faults"
 
 
 @pytest.fixture
-def seen() -> Callable[..., Result]:
+def matrix() -> Matrix:
+    """Where rows are reported."""
+    return Matrix(RESULTS)
+
+
+@pytest.fixture
+def seen(matrix: Matrix) -> Callable[..., Result]:
     """Reports a row: `seen(row, loaded, log=..., quarantined=..., restarts=..., events=...)`; see `Matrix.seen`."""
-    return Matrix(RESULTS).seen
+    return matrix.seen
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""The server's counter: what it says about the server is believed, and what it says about pairs is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hsx.exit_codes import ExitCode
+from hsx.testing.commands import hsx_done
+from hsx.testing.fault_matrix import log_lines, run_logged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hsx.testing.fault_matrix import Result
+    from hsx.testing.servers import RunningServer
+    from hsx.testing.tiny_job import TinyJob
+
+RESTARTED = ("engine.restarted", "invariant.violated")
+
+
+@pytest.mark.slow
+def test_a_counter_that_begins_again_ends_the_epoch(spawned: Callable[..., TinyJob], seen: Callable[..., Result]) -> None:
+    job = spawned({"kind": "sequence_reset", "match": "-7-1-"})
+    done = hsx_done(job.loaded.path, "run")
+    assert done.process.returncode == ExitCode.DONE, done.error()
+    seen("counter_reset", job.loaded, log=log_lines(done.log), restarts=1, events=RESTARTED)
+    with job.ledger() as ledger:
+        assert [row.reason for row in ledger.epochs()] == ["sequence", None]
+        assert ledger.failures_by_reason() == {}
+
+
+async def test_a_gap_is_counted_and_costs_no_sample(
+    job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result]
+) -> None:
+    job = job_of()
+    await server.fault("sequence_gap", match="-3-1-")
+    outcome, log = await run_logged(job)
+    seen("counter_gap", job.loaded, log=log, events=("invariant.violated",))
+    assert outcome.violations == {"sequence": 1}
+    with job.ledger() as ledger:
+        assert ledger.failures_by_reason() == {}
+
+
+@pytest.mark.slow
+def test_too_many_gaps_end_the_epoch(spawned: Callable[..., TinyJob], seen: Callable[..., Result]) -> None:
+    faults = [{"kind": "sequence_gap", "match": f"-{sample}-1-"} for sample in (3, 6)]
+    job = spawned(*faults, watchdog={"violations": 2, "violation_window_s": 600.0}, samples=30)
+    done = hsx_done(job.loaded.path, "run")
+    assert done.process.returncode == ExitCode.DONE, done.error()
+    seen("counter_gaps", job.loaded, log=log_lines(done.log), restarts=1, events=RESTARTED)
+    with job.ledger() as ledger:
+        assert [row.reason for row in ledger.epochs()] == ["sequence", None]
