@@ -360,7 +360,7 @@ def test_full_queue(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) ->
     job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 64})
     with hsx_running(job.path, "run") as process:
         began(process)
-        url = process.events("status.listening")[0]["url"]
+        url = process.events("status.listening")[0]["url"] + "/status"
         while not met(process, "server_full") and process.process.poll() is None:
             with frozen(shared.scheduler):
                 wait_until(
