@@ -152,12 +152,17 @@ class DumpWriter:
     def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:
         """Drops the marker's partial file and leaves `<marker>.error`: a JSON object with marker, epoch, reason and errno.
 
-        Raises OSError where not even that can be written.
+        On a tmpfs without a single free page the note is empty, which says as much.
+
+        Raises OSError where not even a name can be made.
         """
         self.drop(marker)
         note = {"marker": str(marker), "epoch": self._epoch, "reason": reason, "errno": errno}
         part = self._path(marker, ERROR_SUFFIX + PART_SUFFIX)
-        part.write_text(json.dumps(note))
+        try:
+            part.write_text(json.dumps(note))
+        except OSError:
+            part.write_bytes(b"")
         part.rename(self._path(marker, ERROR_SUFFIX))
 
     def drop(self, marker: Marker) -> None:

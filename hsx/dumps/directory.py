@@ -199,6 +199,8 @@ class DumpDirectory:
             note = self._path(marker, ERROR_SUFFIX).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return False
+        if not note:
+            raise EngineError("staging_full", f"{marker}: the dump could not be written to {self.folder}, nor could the reason")
         try:
             reason, errno = str(json.loads(note)["reason"]), int(json.loads(note)["errno"])
         except (ValueError, KeyError, TypeError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hsx.core.epoch import RECORD_NAME
-from hsx.engines.leftovers import SHARED, sweep_epoch, sweep_shared_memory
+from hsx.engines.leftovers import SHARED, remember, sweep_epoch, sweep_shared_memory
 from hsx.engines.listeners import taken
 from hsx.engines.process import carrying, descendants, process_alive, read_record
 from hsx.engines.reaper import KILL_NOW
@@ -138,7 +138,7 @@ class SpawnOwner:
     async def _sweep(self) -> None:
         """Where the reaper was killed, waits for what is left of it to clear up, and does it where nothing is."""
         if self._process is not None and self._process.returncode == -signal.SIGKILL:
-            await asyncio.to_thread(_clear_up, {self._epoch})
+            await asyncio.to_thread(_clear_up, self._plan.dump_dir, {self._epoch})
             await asyncio.to_thread(sweep_epoch, self._plan.dump_dir / self._epoch)
 
     async def _launch(self, command: list[str]) -> None:
@@ -192,7 +192,7 @@ def _make_way(plan: SpawnPlan) -> tuple[str, ...]:
     Raises EngineError `server_start_failed` where the port is taken.
     """
     records = look_up(plan.dump_dir)
-    killed = _clear_up({folder.name for folder in plan.dump_dir.glob("*/")})
+    killed = _clear_up(plan.dump_dir, {folder.name for folder in plan.dump_dir.glob("*/")})
     swept = sweep_shared_memory(plan.dump_dir)
     holder = taken(plan.host, plan.port) if plan.port else ""
     if holder:
@@ -205,7 +205,7 @@ def _make_way(plan: SpawnPlan) -> tuple[str, ...]:
     return (*notes, *(bystander(record, plan.dump_dir) for record in records.living if process_alive(record)))
 
 
-def _clear_up(epochs: set[str]) -> int:
+def _clear_up(dump_dir: Path, epochs: set[str]) -> int:
     """Leaves no process of spawned epochs; returns how many had to be killed, where no reaper did it.
 
     They are told by a variable in their environment. One that has overwritten it, as a server's workers do that give themselves
@@ -213,15 +213,22 @@ def _clear_up(epochs: set[str]) -> int:
     """
     start, killed = time.monotonic(), set[int]()
     # Bounded: a process that is stuck in the kernel dies when the kernel lets it.
-    while (carriers := {pid for pid, epoch in carrying(_TAG).items() if epoch in epochs}) and _passed(start) < 2 * _KILL_S:
+    while (carriers := _carriers(epochs)) and _passed(start) < 2 * _KILL_S:
         # A reaper knows its tree better than anybody else: it is given time, unless it does not get on.
         if _passed(start) > _KILL_S or not any(map(_is_reaper, carriers)):
-            for pid in carriers.union(*map(descendants, carriers)) - {os.getpid()}:
+            trees = {pid: {pid, *descendants(pid)} - {os.getpid()} for pid in carriers}
+            for pid, epoch in carriers.items():
+                remember(dump_dir / epoch, trees[pid])
+            for pid in set[int]().union(*trees.values()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
         time.sleep(_POLL_S)
     return len(killed)
+
+
+def _carriers(epochs: set[str]) -> dict[int, str]:
+    return {pid: epoch for pid, epoch in carrying(_TAG).items() if epoch in epochs}
 
 
 def _passed(start: float) -> float:

@@ -147,3 +147,15 @@ def test_wrong_pieces_are_refused(writer: DumpWriter, offset: int, states: torch
     with pytest.raises(ValueError, match="expected"):
         writer.write(marker, offset, states, ids)
     writer.drop(marker)
+
+
+def test_a_full_file_system_gets_an_empty_note(small_disk: Path) -> None:
+    writer = DumpWriter(small_disk, EPOCH, SPEC, WIDTH, "model", "test 1")
+    marker = Marker("0a0b0c0d", 1, 1, 3)
+    with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left") as caught:
+        writer.begin(marker)
+    writer.fail(marker, str(caught.value), errno.ENOSPC)
+    assert (small_disk / f"{marker}.error").read_bytes() == b""

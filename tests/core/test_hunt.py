@@ -50,25 +50,25 @@ def test_one_poison_sample_costs_one_death_of_the_budget_and_a_logarithm_of_othe
 def test_one_death_convicts_nobody_even_alone() -> None:
     hunt = Hunt()
     assert hunt.died([7]) == (None, False)
-    assert hunt.suspects == (7,)
-    assert hunt.admits(7)
-    assert not hunt.admits(8)
+    assert list(hunt.suspects) == [7]
+    assert [hunt.admits(7), hunt.admits(8)] == [True, False]
     assert hunt.died([7]) == (7, True)
-    assert hunt.suspects == ()
-    assert hunt.admits(8)
+    assert not hunt.suspects
+    assert [hunt.admits(7), hunt.admits(8)] == [True, True]
 
 
 def test_half_of_the_suspects_wait_until_the_others_are_cleared() -> None:
     hunt = Hunt()
     hunt.died([1, 2, 3, 4])
-    assert (hunt.trial, hunt.admits(3), hunt.admits(99)) == ({1, 2}, False, False)
+    assert sorted(hunt.trial) == [1, 2]
+    assert [hunt.admits(3), hunt.admits(99)] == [False, False]
     assert not hunt.clear(1)
     assert hunt.clear(2)
-    assert hunt.trial == {3}
+    assert sorted(hunt.trial) == [3]
     assert hunt.clear(3)
-    assert hunt.trial == {4}
+    assert sorted(hunt.trial) == [4]
     assert hunt.clear(4)
-    assert hunt.suspects == ()
+    assert not hunt.suspects
     assert hunt.admits(99)
 
 

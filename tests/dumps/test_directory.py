@@ -301,6 +301,13 @@ async def test_error_files_end_the_wait(dumps: DumpDirectory, folder: Path, errn
         assert await kind_of(task) == kind
 
 
+async def test_an_empty_note_means_that_not_even_the_reason_had_room(dumps: DumpDirectory, folder: Path) -> None:
+    (folder / f"{MARKER}.error").write_bytes(b"")
+    with pytest.raises(EngineError, match="nor could the reason") as caught:
+        await dumps.arrival(MARKER)
+    assert caught.value.kind == "staging_full"
+
+
 # --- sweeping
 
 
