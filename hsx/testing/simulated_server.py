@@ -130,6 +130,11 @@ class SimulatedServer:
         # Descriptors cannot be kept: dumps that were begun are begun again.
         return {**self.__dict__, "_writer": None, "_written": {}, "outcomes": []}
 
+    @property
+    def in_flight(self) -> int:
+        """Prompts at the server."""
+        return len(self._works)
+
     # --- life and death
 
     @property

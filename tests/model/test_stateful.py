@@ -27,16 +27,15 @@ from hsx.stores.group import open_store
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.reader import Store
 from hsx.stores.view import visible
-from hsx.testing.lives import End, Life, Lives, read_server, write_server
+from hsx.testing.lives import Life, read_server, write_server
 from hsx.testing.simulated_faults import FAULTS, Planned
 from hsx.testing.simulated_server import SimulatedServer
 from hsx.testing.simulated_states import simulated_states
 from hsx.testing.tiny_job import make_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hsx.ports import CommittedRow
+    from hsx.testing.lives import End, Lives
 
 SAMPLES = 24
 RETRIES = 2
@@ -289,13 +288,6 @@ class JobMachine(RuleBasedStateMachine):
         self.world.judge()
         self.world.close()
         self.ended.append(self.world)
-
-
-@pytest.fixture(scope="module")
-def lives() -> Iterator[Lives]:
-    """A place to live in."""
-    with Lives() as opened:
-        yield opened
 
 
 def explore(lives: Lives, examples: int, steps: int) -> list[World]:
