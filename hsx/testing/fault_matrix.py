@@ -238,7 +238,7 @@ class Matrix:
         return result
 
     def baseline(self, stored: int, wrong: int, hsx_stored: int) -> None:
-        """Writes what the script that predicts the counter stored, and of that wrongly, and how much hsx stored in that story."""
+        """Writes what the script that predicts the counter stored, and of that wrongly, and how much hsx stored there."""
         result = {"stored": stored, "wrong": wrong, "hsx_stored": hsx_stored, "hsx_wrong": 0}
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{BASELINE}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

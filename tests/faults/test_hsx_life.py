@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import itertools
 import os
 import shutil
 import signal
@@ -115,33 +116,34 @@ def shim(folder: Path) -> Path:
     return built
 
 
+def started(job: TinyJob, env: dict[str, str]) -> HsxProcess:
+    """`hsx run` with further environment variables."""
+    out, log = job.folder / "run.out", job.folder / "run.log"
+    command = [sys.executable, "-m", "hsx", "run", str(job.loaded.path)]
+    with out.open("wb") as output, log.open("wb") as errors:
+        return HsxProcess(subprocess.Popen(command, stdout=output, stderr=errors, env={**os.environ, **env}), out, log)
+
+
 async def test_the_wall_clock_steps_back_an_hour(
     job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = job_of()
-    offset, out, log = tmp_path / "offset", tmp_path / "out", tmp_path / "log"
+    offset = tmp_path / "offset"
     offset.write_text("0")
     before = (await server.struck()).get("hold", 0)
     await server.fault("hold", count=-1, match="-6-1-")
-    with out.open("wb") as output, log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hsx", "run", str(job.loaded.path)],
-            stdout=output,
-            stderr=errors,
-            env={**os.environ, "LD_PRELOAD": str(shim(tmp_path)), "CLOCK_OFFSET_FILE": str(offset)},
-        )
+    running = await asyncio.to_thread(started, job, {"LD_PRELOAD": str(shim(tmp_path)), "CLOCK_OFFSET_FILE": str(offset)})
     try:
-        await held(server, process, before)
+        await held(server, running.process, before)
         offset.write_text("-3600")
         await server.clear_faults()
-        running = HsxProcess(process, out, log)
         assert await asyncio.to_thread(running.wait) == ExitCode.DONE, running.error()
     finally:
-        process.kill()
-        process.wait()
+        running.kill()
+    log = running.log
     seen("clock_back", job.loaded, log=log_lines(log))
     times = [datetime.datetime.fromisoformat(line["timestamp"]) for line in log_lines(log)]
-    back = [one - other for one, other in zip(times, times[1:], strict=False) if other < one]
+    back = [one - other for one, other in itertools.pairwise(times) if other < one]
     assert len(back) == 1, "the clock did not step"
     assert back[0] > datetime.timedelta(minutes=50)
     with job.ledger() as ledger:

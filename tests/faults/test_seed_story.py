@@ -5,6 +5,7 @@ Predicting the server's counter pairs every dump with another sample, silently; 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -33,14 +34,18 @@ SAMPLES = 40
 SCRIPT = Path(__file__).with_name("seed_script.py")
 
 
-async def warm_up(server: RunningServer, run: str, count: int) -> None:
+def warm_up(server: RunningServer, run: str, count: int) -> None:
     """Requests that make the server number dumps, as every request did there."""
-    client = server.client()
-    try:
-        for number in range(count):
-            await client.prefill(Marker(run, number, 1, 4), np.arange(4, dtype=np.int32), 60.0)
-    finally:
-        await client.close()
+
+    async def prefill() -> None:
+        client = server.client()
+        try:
+            for number in range(count):
+                await client.prefill(Marker(run, number, 1, 4), np.arange(4, dtype=np.int32), 60.0)
+        finally:
+            await client.close()
+
+    asyncio.run(prefill())
 
 
 def wrong_pairs(job: TinyJob, out: Path) -> list[int]:
@@ -61,36 +66,36 @@ def wrong_pairs(job: TinyJob, out: Path) -> list[int]:
     return wrong
 
 
-async def predicted(job: TinyJob, server: RunningServer, out: Path) -> None:
+def predicted(job: TinyJob, server: RunningServer, out: Path) -> None:
     """The story with the script that predicts: killed after a few samples, started again."""
     out.mkdir()
     url = f"http://{server.record.host}:{server.record.port}"
     command = [sys.executable, str(SCRIPT), str(job.folder / "rows.jsonl"), url, str(server.folder), str(out)]
-    await warm_up(server, "aaaaaaaa", 3)
+    warm_up(server, "aaaaaaaa", 3)
     process = subprocess.Popen(command)
     wait_until(lambda: len(list(out.glob("[0-9].npy"))) >= 4, "four saved samples")
     process.kill()
     process.wait()
-    await warm_up(server, "bbbbbbbb", 2)
+    warm_up(server, "bbbbbbbb", 2)
     subprocess.run(command, check=True, timeout=120)
 
 
-async def test_the_script_stores_wrong_pairs_where_hsx_stores_none(tmp_path: Path, matrix: Matrix) -> None:
+def test_the_script_stores_wrong_pairs_where_hsx_stores_none(tmp_path: Path, matrix: Matrix) -> None:
     with running_reference(tmp_path / "server" / "dumps", LAYERS, model=None, chunk=32) as server:
         job = make_job(tmp_path, samples=SAMPLES, server=server)
-        await predicted(job, server, tmp_path / "predicted")
+        predicted(job, server, tmp_path / "predicted")
         wrong = wrong_pairs(job, tmp_path / "predicted")
     assert len(wrong) > SAMPLES // 2, "the story does no harm any more: then the matrix proves nothing"
 
     with running_reference(tmp_path / "server" / "dumps", LAYERS, model=job.loaded.model, chunk=32) as server:
         job = make_job(tmp_path, samples=SAMPLES, server=server)
-        await warm_up(server, "aaaaaaaa", 3)
-        await server.fault("hold", count=-1, match=f"-{SAMPLES // 2}-1-")
+        warm_up(server, "aaaaaaaa", 3)
+        asyncio.run(server.fault("hold", count=-1, match=f"-{SAMPLES // 2}-1-"))
         with hsx_running(job.loaded.path, "run") as killed:
             killed.wait_for("sample.committed")
             killed.kill()
-        await server.clear_faults()
-        await warm_up(server, "bbbbbbbb", 2)
+        asyncio.run(server.clear_faults())
+        warm_up(server, "bbbbbbbb", 2)
         done = hsx_done(job.loaded.path, "run")
         assert done.process.returncode == ExitCode.DONE, done.error()
     result = matrix.seen("seed_story", job.loaded, log=log_lines(killed.log, done.log), events=("epoch.began",))
