@@ -93,7 +93,9 @@ class Shared:
         return scheduler_of(self.server.record.pid)
 
     def job(self, folder: Path, prompts: list[list[int]], **changes: dict[str, Any]) -> SGLangJob:
-        return make_sglang_job(folder, self.model, self.dump_dir, external(self.port), prompts, **changes)
+        """One that uses this server."""
+        engine = {**external(self.port), **changes.pop("engine", {})}
+        return make_sglang_job(folder, self.model, self.dump_dir, engine, prompts, **changes)
 
     def get(self, path: str) -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as answer:
@@ -392,11 +394,12 @@ def in_flight(status: str) -> int:
 
 
 @contextmanager
-def boastful(server: RunningServer) -> Iterator[int]:
-    """A relay before the server that tells of twice its limit and passes everything else on; yields its port.
+def boastful(server: RunningServer) -> Iterator[str]:
+    """A relay before the server that tells of twice its limit and passes everything else on.
 
-    Its epoch record names the relay meanwhile.
+    Yields its host, another loopback address, on which it has the server's own port.
     """
+    host = "127.0.0.2"
     base = f"http://127.0.0.1:{server.record.port}"
 
     class Relay(BaseHTTPRequestHandler):
@@ -426,24 +429,14 @@ def boastful(server: RunningServer) -> Iterator[int]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    record = server.folder / RECORD_NAME
-    kept = record.read_text()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Relay) as relay:
+    with ThreadingHTTPServer((host, server.record.port), Relay) as relay:
         thread = threading.Thread(target=relay.serve_forever)
         thread.start()
         try:
-            replaced(record, to_json(replace(server.record, port=relay.server_port)))
-            yield relay.server_port
+            yield host
         finally:
-            replaced(record, kept)
             relay.shutdown()
             thread.join()
-
-
-def replaced(path: Path, text: str) -> None:
-    part = path.with_name("being-replaced")
-    part.write_text(text)
-    part.rename(path)
 
 
 def test_sample_too_long_for_the_server(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
@@ -456,8 +449,8 @@ def test_sample_too_long_for_the_server(shared: Shared, tmp_path: Path, seen: Ca
     assert "[server_refused]" in refused.error()
     assert f"the longest sample has {too_long}" in refused.error()
     assert dumps_of(shared.server.folder, job.run_id()) == []
-    with boastful(shared.server) as port:
-        job = make_sglang_job(tmp_path / "job", shared.model, shared.dump_dir, external(port), prompts)
+    with boastful(shared.server) as host:
+        job = shared.job(tmp_path / "job", prompts, engine={"host": host})
         log = finish(job, refused, code=ExitCode.INCOMPLETE)
     seen(
         "too_long",
