@@ -57,11 +57,10 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 CONTEXT = 2048
 QUEUE = 24
 EPOCH_FILES = {RECORD_NAME, REPORT_NAME, NORM_NAME, STATE_NAME, LOCK_NAME}
-OTHER_RUN = "0ddba115"
 NEVER = {"commit_seconds": 3600.0, "commit_samples": 1000}
 """A group commit that waits for an hour: every dump is there, every shard is written, and nothing is committed."""
-SPARE = 64 * 1024
-"""Bytes left on the full tmpfs: enough for the words that say so, too few for any dump of the job."""
+FULL = {"without a page": 0, "without room for a dump": 64 * 1024}
+"""Bytes left on the full tmpfs: none at all, or enough for the words that say so and too few for any dump of the job."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,11 @@ def other_prompt(ids: list[int]) -> list[int]:
     return [(token + 1) % 1000 for token in ids]
 
 
+def other_run() -> str:
+    """The 8 hex digits of a job that is not ours; a server takes each marker once."""
+    return uuid.uuid4().hex[:8]
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -230,7 +234,8 @@ def test_stale_dumps_of_another_run(shared: Shared, tmp_path: Path, seen: Callab
     prompts = random_prompts(16, 40, 300)
     job = shared.job(tmp_path / "job", prompts)
     folder = shared.server.folder
-    theirs = [Marker(OTHER_RUN, index, 1, len(ids)) for index, ids in enumerate(prompts)]
+    other = other_run()
+    theirs = [Marker(other, index, 1, len(ids)) for index, ids in enumerate(prompts)]
     for marker, ids in list(zip(theirs, prompts, strict=True))[::2]:
         assert shared.prefill(str(marker), other_prompt(ids)) == 200
     dead = replace(shared.server.record, epoch=str(uuid.uuid4()), pid=1, start_ticks=0)
@@ -246,7 +251,7 @@ def test_stale_dumps_of_another_run(shared: Shared, tmp_path: Path, seen: Callab
     seen("stale_run", job.loaded, log=log, engine="sglang", truth=job.truth(shared.judge))
     with job.ledger() as ledger:
         assert ledger.failures_by_reason() == {}
-    assert set(dumps_of(folder, OTHER_RUN)) == set(theirs)  # they are not ours to remove
+    assert set(dumps_of(folder, other)) == set(theirs)  # they are not ours to remove
     assert not left.exists()  # whereas a dead server's are nobody's
     for marker in theirs:
         (folder / f"{marker}{SUFFIX}").unlink()
@@ -320,7 +325,7 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
         began(process)
         run, aborted = job.run_id(), set[Marker]()
         with ThreadPoolExecutor(1) as pool:
-            theirs = Marker(OTHER_RUN, 1, 1, 1500)
+            theirs = Marker(other_run(), 1, 1, 1500)
             hung_up = pool.submit(shared.prefill_and_hang_up, theirs, random_prompts(1, 1500, 1500)[0])
             while len(process.events("attempt.failed")) < enough and process.process.poll() is None:
                 if set(half_done(folder, run)) - aborted:
@@ -339,7 +344,7 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
         again = {marker.index for marker in aborted if ledger.sample(marker.index).attempts > 1}
     assert len(again) >= enough
     assert dumps_of(folder, run) == []
-    for path in folder.glob(f"hsx1-{OTHER_RUN}-*"):
+    for path in folder.glob(f"hsx1-{theirs.run}-*"):
         path.unlink()
 
 
@@ -488,7 +493,8 @@ def test_ids_outside_the_vocabulary(shared: Shared, tmp_path: Path, seen: Callab
 # --- the dump directory ---------------------------------------------------------------------------------------------
 
 
-def test_full_dump_directory(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("spare", FULL.values(), ids=FULL.keys())
+def test_full_dump_directory(shared: Shared, tmp_path: Path, seen: Callable[..., Any], spare: int) -> None:
     """The tmpfs is full when the job's first sample comes, and free again once hsx has noticed."""
     if not shared.small:
         assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount"
@@ -499,7 +505,7 @@ def test_full_dump_directory(shared: Shared, tmp_path: Path, seen: Callable[...,
     with hsx_running(job.path, "run") as process:
         began(process)
         with frozen(shared.scheduler):
-            fill(filler)
+            fill(filler, spare)
         try:
             wait_until(
                 lambda: bool(met(process, "staging_full")) or process.process.poll() is not None, "staging_full", PATIENCE_S
@@ -516,11 +522,11 @@ def test_full_dump_directory(shared: Shared, tmp_path: Path, seen: Callable[...,
     assert list(shared.server.folder.glob(f"hsx1-{job.run_id()}-*")) == []
 
 
-def fill(filler: Path) -> None:
-    """Takes all but `SPARE` bytes of the file system."""
+def fill(filler: Path, spare: int) -> None:
+    """Takes all but `spare` bytes of the file system."""
     with filler.open("wb") as file:
         space = os.statvfs(filler)
-        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - SPARE)
+        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - spare)
 
 
 # --- the seed story -------------------------------------------------------------------------------------------------
