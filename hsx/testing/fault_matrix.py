@@ -49,7 +49,7 @@ class Row:
     sglang: bool = False
 
 
-_RETRIED: Final = "the attempt fails by `{}`; the sample is asked for again"
+_RETRIED: Final = "the attempt fails by `{}`; the sample is asked for again, and quarantined where that does not help"
 _ADOPTED: Final = "the next run adopts the dumps of what was not committed, and asks for nothing twice"
 
 ROWS: Final[dict[str, Row]] = {
@@ -95,10 +95,10 @@ ROWS: Final[dict[str, Row]] = {
     "connection_reset_before": Row("the connection is reset before the prefill", _RETRIED.format("request_failed")),
     "connection_reset_during": Row("the connection is reset during the prefill", _RETRIED.format("request_failed")),
     "connection_reset_after": Row(
-        "the connection is reset after the dump, before the answer", _RETRIED.format("request_failed") + ", the dump swept"
+        "the connection is reset after the dump, before the answer", _RETRIED.format("request_failed") + "; its dump is swept"
     ),
     "connection_reset_in_answer": Row(
-        "the connection is reset in the middle of the answer", _RETRIED.format("request_failed") + ", the dump swept"
+        "the connection is reset in the middle of the answer", _RETRIED.format("request_failed") + "; its dump is swept"
     ),
     "queue_full": Row("503: the server's queue is full", "waits and asks again; held against nobody", True),
     "too_long": Row("400: a sample is too long for the server", "quarantined at once as `request_refused`", True),

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from hsx.core.dump import SUFFIX
+from hsx.core.epoch import STATE_NAME, CaptureState, state_from_json
 from hsx.core.marker import Marker
 from hsx.testing.commands import POLL_S
 from hsx.testing.fault_matrix import run_logged
@@ -93,10 +94,16 @@ async def generate(session: aiohttp.ClientSession, server: RunningServer, rid: s
         assert answer.status == 200
 
 
+def counted(server: RunningServer) -> CaptureState:
+    """What the capture side has counted so far."""
+    return state_from_json((server.folder / STATE_NAME).read_text())
+
+
 async def test_as_many_foreign_requests_as_ours(
     job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result]
 ) -> None:
     job = job_of()
+    before = counted(server).foreign
     run = asyncio.create_task(run_logged(job))
     async with aiohttp.ClientSession() as session:
         # Ours and theirs have the same lengths, and are in the same batches.
@@ -104,6 +111,7 @@ async def test_as_many_foreign_requests_as_ours(
         await asyncio.gather(*(generate(session, server, f"foreign-{i}", tokens) for i, tokens in enumerate(lengths)))
     _, log = await run
     seen("foreign_requests", job.loaded, log=log)
+    assert counted(server).foreign - before == SAMPLES
     assert list(server.folder.glob(f"*foreign*{SUFFIX}")) == []
     with job.ledger() as ledger:
         assert ledger.failures_by_reason() == {}
