@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.core.dump import SUFFIX
-from hsx.core.epoch import LOCK_NAME, NORM_NAME, RECORD_NAME, REPORT_NAME, STATE_NAME, to_json
+from hsx.core.epoch import RECORD_NAME, STATE_NAME, CaptureState, state_from_json, to_json
 from hsx.core.marker import Marker, parse
 from hsx.exit_codes import ExitCode
 from hsx.testing.capture_server import CPU_VARIABLES, START_S, CaptureServer
@@ -56,7 +56,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CONTEXT = 2048
 QUEUE = 24
-EPOCH_FILES = {RECORD_NAME, REPORT_NAME, NORM_NAME, STATE_NAME, LOCK_NAME}
 NEVER = {"commit_seconds": 3600.0, "commit_samples": 1000}
 """A group commit that waits for an hour: every dump is there, every shard is written, and nothing is committed."""
 FULL = {"without a page": 0, "without room for a dump": 64 * 1024}
@@ -95,6 +94,10 @@ class Shared:
         """One that uses this server."""
         engine = {**external(self.port), **changes.pop("engine", {})}
         return make_sglang_job(folder, self.model, self.dump_dir, engine, prompts, **changes)
+
+    def counted(self) -> CaptureState:
+        """What the capture side says it has done so far."""
+        return state_from_json((self.server.folder / STATE_NAME).read_text())
 
     def get(self, path: str) -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as answer:
@@ -198,10 +201,6 @@ def other_run() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 # --- stale dumps ----------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +272,7 @@ def test_as_many_foreign_requests_as_ours(shared: Shared, tmp_path: Path, seen: 
             ids = other_prompt(prompts[(8 * turn + number) % len(prompts)])
             answered.append(shared.prefill(f"chat-{number}-{turn}", ids))
 
-    before = names(shared.server.folder)
+    before, dumps = shared.counted(), set(shared.server.folder.glob(f"*{SUFFIX}"))
     with ThreadPoolExecutor(8) as pool:
         clients = [pool.submit(other_client, number) for number in range(8)]
         try:
@@ -288,7 +287,8 @@ def test_as_many_foreign_requests_as_ours(shared: Shared, tmp_path: Path, seen: 
     with job.ledger() as ledger:
         assert [ledger.sample(index).attempts for index in range(len(prompts))] == [1] * len(prompts)
         assert ledger.violations_by_invariant() == {}
-    assert names(shared.server.folder) <= before | EPOCH_FILES
+    wait_until(lambda: shared.counted().foreign >= before.foreign + len(answered), "all of them counted", PATIENCE_S)
+    assert set(shared.server.folder.glob(f"*{SUFFIX}")) <= dumps
 
 
 def test_health_probes_and_warm_ups_between_requests(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
@@ -534,13 +534,17 @@ def fill(filler: Path, spare: int) -> None:
 
 def test_seed_story(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
     """Warm-ups, the client killed with requests under way and started again, the server never: it has counted all of it."""
-    prompts = random_prompts(24, 100, 400)
+    prompts = random_prompts(24, 100, 600)
     slow = shared.job(tmp_path / "job", prompts, pipeline=NEVER)
     folder = shared.server.folder
     for number in range(5):
         assert shared.prefill(uuid.uuid4().hex, prompts[number]) == 200
-    first = killed(slow, lambda: len(dumps_of(folder, slow.run_id())) >= 6)
-    under_way = len(prompts) - len(dumps_of(folder, slow.run_id()))
+    with hsx_running(slow.path, "run") as first:
+        began(first)
+        wait_until(lambda: len(dumps_of(folder, slow.run_id())) >= 6, "some dumps", PATIENCE_S)
+        with frozen(shared.scheduler):
+            assert len(dumps_of(folder, slow.run_id())) < len(prompts)
+            first.kill()
     for number in range(5):
         assert shared.prefill(uuid.uuid4().hex, prompts[-number]) == 200
     job = shared.job(tmp_path / "job", prompts)
@@ -553,5 +557,4 @@ def test_seed_story(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) ->
         assert ledger.failures_by_reason() == {}
         assert ledger.violations_by_invariant() == {}
     assert sum(row.adopted for row in rows) >= 6
-    assert under_way < len(prompts)
     assert dumps_of(folder, job.run_id()) == []
