@@ -36,7 +36,7 @@ async def test_each_demand_fails_when_it_is_not_met(
     last = next(line for line in reversed(log) if line["event"] == "sample.committed")
     revoked = {"event": "samples.revoked", "count": 1}
     gone = {**last, "index": 3}
-    for words, changes in {
+    unmet: dict[str, dict[str, Any]] = {
         "wrong states": {"truth": lambda _loaded: [5]},
         "quarantined": {"quarantined": {}},
         "restarts": {"restarts": 1},
@@ -44,7 +44,8 @@ async def test_each_demand_fails_when_it_is_not_met(
         "committed and gone": {"log": [*log, gone]},
         "committed again": {"log": [*log, last]},
         "rejected=0": {"rejected": 1},
-    }.items():
+    }
+    for words, changes in unmet.items():
         with pytest.raises(AssertionError, match=words):
             matrix.seen("too_long", job.loaded, **{**sound, **changes})
     matrix.seen("too_long", job.loaded, **{**sound, "log": [*log, revoked, last]})
