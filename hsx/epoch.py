@@ -12,7 +12,7 @@ from hsx.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from hsx.core.epoch import EpochRecord
+    from hsx.core.epoch import CaptureState, EpochRecord
     from hsx.core.invariants import Violation
 
 T = TypeVar("T")
@@ -23,10 +23,11 @@ class LiveEpoch:
 
     Args:
         record: its epoch record.
-        baseline: the last number that its capture counter had given when hsx came.
+        state: the capture side's account when hsx came; None where it keeps none.
 
     Attributes:
         record: see above.
+        writer: (pid, start time) of the process that captures; None where that is not known.
         counter: accounts for the numbers of its dumps.
         vouched: the capture number up to which a sound canary vouches for its dumps.
         suspects: samples that were at the server when it died or stalled.
@@ -35,9 +36,10 @@ class LiveEpoch:
         requeued: samples whose attempts were given up because of its end.
     """
 
-    def __init__(self, record: EpochRecord, baseline: int = 0) -> None:
+    def __init__(self, record: EpochRecord, state: CaptureState | None = None) -> None:
         self.record = record
-        self.counter = Counter(baseline)
+        self.writer = (state.pid, state.start_ticks) if state else None
+        self.counter = Counter(state.sequence if state else 0)
         self.vouched = 0
         self.suspects: frozenset[int] = frozenset()
         self.reported = False

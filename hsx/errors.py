@@ -41,6 +41,7 @@ KINDS: Final[dict[str, str]] = {
     "server_refused": "the server's settings make capture wrong or incomplete",
     "server_protocol": "the server answered in a shape that hsx does not know",
     "staging_full": "the server could not write a dump: the dump directory is full or failing",
+    "hsx_stopped": "hsx itself was stopped or starved for so long that a request's time ran out unwatched",
     "server_full": "the server's queue is full (HTTP 503)",
     "staging_gone": "the epoch's folder in the dump directory was deleted or replaced under hsx",
     "capture_off": "the capture plugin is absent, failed to install or reports another spec",

@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 
 PAUSE_S = 1.0
 """How long an attempt waits before it goes back to the queue when the server is full or in trouble; its place stays taken."""
+STOOD_STILL_S = 10.0
+"""A timer that fires so much too late tells that hsx itself was stopped (SIGSTOP, a suspended machine)."""
 CONGESTION = frozenset({"server_full", "staging_full"})
 """Errors that pass by themselves when less is under way."""
+NOBODYS = frozenset({"epoch_void", "hsx_stopped"})
+"""Ends of an attempt that say nothing of the server."""
 UNFINISHED = frozenset({"request_failed", "request_timeout"})
 """A dying server causes these as well as a bad request; and a living one may still be working on the request."""
 
@@ -193,7 +197,16 @@ class Pipeline:
     async def _request(self, marker: Marker, ids: NDArray[np.int32]) -> None:
         """Has the server prefill the prompt under its marker, and judges the answer."""
         timeout = self._settings.request_timeout_s(self._parts.admission.in_flight.tokens)
-        answer = await self._parts.client.prefill(marker, ids, timeout)
+        began = self._parts.clock.monotonic()
+        try:
+            answer = await self._parts.client.prefill(marker, ids, timeout)
+        except SampleError as error:
+            overrun = self._parts.clock.monotonic() - began - timeout
+            if error.kind == "request_timeout" and overrun > STOOD_STILL_S:
+                await self._parts.client.abort(marker)
+                message = f"{marker}: nobody watched this request for {overrun:.0f} s; expected its end after {timeout:.0f} s"
+                raise EngineError("hsx_stopped", message) from error
+            raise
         violation = judge_answer(marker, answer)
         if violation is not None:
             raise ViolatedError(marker, violation)
@@ -348,7 +361,7 @@ class Pipeline:
             if silence > self._settings.congestion_s:
                 raise RunError("staging_failed", f"no dump arrived for {silence:.0f} s; the last reason: {error.message}")
             await self._parts.clock.sleep(PAUSE_S)
-        elif error.kind != "epoch_void":
+        elif error.kind not in NOBODYS:
             self._parts.on_server_lost(epoch, error)
         if epoch.is_void:
             epoch.requeued.append(lease.sample.index)

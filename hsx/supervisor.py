@@ -203,8 +203,7 @@ class Supervisor:
                 "server_start_failed",
                 f"the server gave no answer within {self._start_timeout_s:.0f} s (engine.start_timeout_s)",
             ) from None
-        state = parts.dumps.state()
-        epoch = LiveEpoch(record, state.sequence if state else 0)
+        epoch = LiveEpoch(record, parts.dumps.state())
         try:
             report = await parts.gate(epoch)
         except CanaryError as error:

@@ -68,7 +68,7 @@ class Watchdog:
         self._streak = Streak(window.count)
         self._trial = asyncio.Lock()
         self._seen: LiveEpoch | None = None
-        self._writer: tuple[int, int] | None = None
+        self._others: set[str] = set()
         self._looked_at = parts.clock.monotonic()
 
     def is_looking(self) -> bool:
@@ -88,7 +88,7 @@ class Watchdog:
                 continue
             if epoch is not self._seen:
                 # Time spent on a restart is not the new server's silence.
-                self._seen, self._writer = epoch, None
+                self._seen, self._others = epoch, sweeper.others()
                 self._window.clear()
                 self._streak.clear()
                 self._parts.admission.advanced()
@@ -109,17 +109,15 @@ class Watchdog:
             epoch.void(Violation("sole_writer", error.message))
             return
         writer = (state.pid, state.start_ticks) if state else None
-        if self._writer is None:
-            self._writer = writer
         if refusal is not None:
             epoch.void(Violation("sole_writer", f"the capture side says: {refusal}"))
-        elif writer != self._writer:
-            evidence = f"the dumps are counted by process {writer}; expected {self._writer}, (pid, start time), as before"
+        elif writer != epoch.writer:
+            evidence = f"the dumps are counted by process {writer}; expected {epoch.writer}, (pid, start time), as at boot"
             epoch.void(Violation("sole_writer", evidence))
         elif (gap := epoch.counter.gap(state.sequence if state else 0, sweeper.unseen(epoch))) is not None:
-            others = sweeper.others()
+            others = sweeper.others() - self._others  # what lay here before is only what a dead run left
             if others:
-                evidence = f"{gap.evidence}, and runs {', '.join(sorted(others))} have dumps here: another job uses this server"
+                evidence = f"{gap.evidence}, and dumps of runs {', '.join(sorted(others))} appear: another job uses this server"
                 gap = Violation("sole_writer", evidence)
             await self.count(epoch, None, gap)
 

@@ -83,6 +83,7 @@ POLICY: Final[dict[str, Rule]] = {
     "server_gone": Rule("give back", "void", "nobody answers on its port"),
     "server_protocol": Rule("give back", "void", "what answers is no such server"),
     "staging_gone": Rule("give back", "void", "the server writes into a folder that nobody can see any more"),
+    "hsx_stopped": Rule("give back", "-", "its own silence is nobody's fault"),
     "epoch_void": Rule("give back", "-", "the verdict was given elsewhere"),
     "server_start_failed": Rule("-", "void", "it ended or stayed silent before it was ready"),
     "epoch_unknown": Rule("-", "void", "no server is recognised"),

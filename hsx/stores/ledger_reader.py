@@ -89,6 +89,17 @@ class RevocationRow:
     samples: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ViolationRow:
+    """One violation; `marker` is None where it speaks of no single sample; `at` in Unix seconds."""
+
+    at: float
+    epoch: str
+    marker: str | None
+    invariant: str
+    evidence: str
+
+
 class LedgerReader:
     """Reads a ledger. Iterators stream, so memory does not grow with the job.
 
@@ -171,6 +182,12 @@ class LedgerReader:
             query = "SELECT at, epoch, invariant, evidence, samples FROM revocations ORDER BY id"
             rows = self._connection.execute(query).fetchall()
         return [RevocationRow(at, epoch, name, why, tuple(json.loads(samples))) for at, epoch, name, why, samples in rows]
+
+    def violations(self) -> Iterator[ViolationRow]:
+        """Every violation of the job, oldest first."""
+        with translated(self._path):
+            for row in self._connection.execute("SELECT at, epoch, marker, invariant, evidence FROM violations ORDER BY id"):
+                yield ViolationRow(*row)
 
     def violations_by_invariant(self) -> dict[str, int]:
         """How often each invariant did not hold, in the whole job, by its name; those that always held are absent."""
