@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SAMPLES, VICTIM = 12, 5
+SAMPLES, VICTIM = 40, 5
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ STEPS = {
     "killed_at_data_sync": Step("fdatasync", "partial"),
     "killed_at_rename": Step("rename", "partial"),
     "killed_at_folder_sync": Step("fsync", "root"),
-    "killed_at_ledger_sync": Step("fdatasync", "ledger", when=14),
+    "killed_at_ledger_sync": Step("fdatasync", "ledger", when=25),
     "killed_at_view_link": Step("symlink", "view"),
     "killed_at_dump_removal": Step("unlink", "dump"),
 }
@@ -96,7 +96,8 @@ async def test_hsx_killed_at_a_step_of_a_commit(
     row: str, job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result]
 ) -> None:
     step = STEPS[row]
-    job = job_of(pipeline={"commit_samples": 2})
+    # A sync of the ledger for every sample or two, so that the one that is struck is in the middle of the work.
+    job = job_of(samples=SAMPLES, pipeline={"commit_samples": 2, "concurrency": 2 if step.on == "ledger" else 8})
     files = paths(job, server)
     killed = run_killed(job, step, files[step.on])
     with job.ledger() as ledger:
