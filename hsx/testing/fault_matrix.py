@@ -68,7 +68,7 @@ ROWS: Final[dict[str, Row]] = {
         "a dump comes after its deadline",
         "the attempt fails by `published`; the sample is asked for again, and the late dump swept",
     ),
-    "dump_twice": Row("a dump is published twice", "stores one, and counts the second as a violation at most"),
+    "dump_twice": Row("a dump is published twice", "stores one; the other is a violation, counted against the server"),
     "dump_never": Row("no dump follows a 200 answer", _RETRIED.format("published")),
     "truncated_file": Row("the dump file is cut short", _RETRIED.format("dump_invalid")),
     "bad_header": Row("the dump file's header is no header", _RETRIED.format("dump_invalid")),

@@ -120,8 +120,10 @@ async def test_a_dump_that_is_published_twice_is_stored_once(
 ) -> None:
     job = job_of()
     await server.fault("dump_twice", match="-3-1-")
-    _, log = await run_logged(job)
-    seen("dump_twice", job.loaded, log=log)
+    outcome, log = await run_logged(job)
+    seen("dump_twice", job.loaded, log=log, events=("invariant.violated",))
+    assert sum(outcome.violations.values()) == 1
+    assert outcome.violations.keys() <= {"expected", "sequence"}
     with job.ledger() as ledger:
         assert ledger.failures_by_reason() == {}
         assert ledger.sample(3).attempts == 1
