@@ -167,7 +167,8 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
             telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
             await _revoke_overdue(ledger, telemetry)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
-            interrupted = await run.run() if (await ledger.counts()).pending else False
+            anything_left = (await ledger.counts()).pending or await ledger.unvouched()
+            interrupted = await run.run() if anything_left else False
             return _outcome(loaded, telemetry, await ledger.counts(), interrupted=interrupted)
         except BaseExceptionGroup as group:
             raise _deepest(group) from group
@@ -233,9 +234,7 @@ class Run:
                 reserves={root.name: root.reserve for root in loaded.roots},
             ),
         )
-        self._vouching = Vouching(
-            config.watchdog.canary_every, canary, ledger, self._writer.revoke, self._suspects, telemetry, clock
-        )
+        self._vouching = Vouching(config.watchdog.canary_every, canary, ledger, self._writer, self._suspects, telemetry, clock)
         self._supervisor = self._make_supervisor(clock, canary)
         self._watchdog = self._make_watchdog(clock, canary)
         self._outstanding = Outstanding(ledger.run)
@@ -273,7 +272,7 @@ class Run:
         """Extracts until nothing is pending and a canary vouches for all of it; or, drained, for what there is."""
         while True:
             await self._pipeline.run()
-            if await self._vouching.close():
+            if await self._vouching.close(self._supervisor.ready):
                 break
         epoch = self._supervisor.epoch
         if epoch is not None:
@@ -301,6 +300,7 @@ class Run:
         self._telemetry.log.info("run.draining", signal=name, attempts=self._pipeline.attempts)
         self._notifier.stopping("draining")
         self._pipeline.drain()
+        self._vouching.drain()
 
     async def _report(self) -> None:
         """Feeds the progress view and the service manager's status line."""

@@ -72,18 +72,39 @@ class Canary:
                 `staging_full`, `staging_gone` and what else the client raises.
         """
         first, second, shared = self.prompts()
-        probes = [Probe(await self._marker(len(ids)), ids) for ids in (first, second)]
+        (one, number), (two, other) = await self._bring(epoch, [first, second])
+        await self._compare(one, two, shared, first)
+        return min(number, other)
+
+    async def agrees(self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16]) -> Violation | None:
+        """Has a prompt extracted again, and compares it with what is stored of it: None where they agree.
+
+        Args:
+            epoch: a server whose own canary is sound.
+            ids: int32 [tokens].
+            stored: bf16 bits, [tokens, L, H].
+
+        Raises as `check`.
+        """
+        ((states, _),) = await self._bring(epoch, [ids])
+        return fingerprint(self._beyond(stored, states), self.tolerance)
+
+    async def _bring(self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]]) -> list[tuple[NDArray[np.uint16], int]]:
+        """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers."""
+        probes = [Probe(await self._marker(len(ids)), ids) for ids in prompts]
         floor = epoch.counter.highest
         try:
             for step in (self._ask, self._pair):
                 await _together([step(probe) for probe in probes])
             for probe in probes:
                 await self._judge(epoch, probe, floor)
-            one, two = (np.array(probe.dump.states) for probe in probes if probe.dump is not None)
+            return [(np.array(probe.dump.states), probe.sequence) for probe in probes if probe.dump is not None]
         finally:
             await asyncio.to_thread(self._discard, probes)
-        await self._compare(one, two, shared, first)
-        return min(probe.sequence for probe in probes)
+
+    def _beyond(self, found: NDArray[np.uint16], wanted: NDArray[np.uint16]) -> tuple[float, ...]:
+        """For each state, the share of its rows that lie further apart than the tolerance."""
+        return tuple(float(share) for share in np.mean(self.distances(found, wanted) > self.tolerance, axis=0))
 
     def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
         """The twins' ids, int32, spread over the vocabulary, and how many of them they share."""
@@ -140,8 +161,7 @@ class Canary:
         violation = twins(partings, self.tolerance)
         if violation is None:  # only states that passed may become what later ones are compared with
             wanted = await self._first_boot(one, ids)
-            beyond = tuple(float(share) for share in np.mean(self.distances(one, wanted) > self.tolerance, axis=0))
-            violation = fingerprint(beyond, self.tolerance)
+            violation = fingerprint(self._beyond(one, wanted), self.tolerance)
         if violation is not None:
             raise CanaryError("canary_failed", violation)
 

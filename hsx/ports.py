@@ -331,6 +331,10 @@ class Root(Protocol):
         """
         ...
 
+    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
+        """bf16 bits [tokens, L, H] of a shard that is here, checked. Raises RunError `store_invalid`."""
+        ...
+
     def sync(self) -> None:
         """Makes the names written so far durable (fsync of the directory). Raises RunError `root_unusable`."""
         ...
@@ -522,6 +526,14 @@ class Ledger(Leases, Protocol):
 
     async def doubtful(self, epoch: str) -> list[CommittedRow]:
         """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        ...
+
+    async def unvouched(self, but: str = "") -> list[str]:
+        """The epochs other than `but` of which `doubtful` would return something, oldest first. Reads all samples."""
+        ...
+
+    async def last_doubtful(self, epoch: str, limit: int) -> list[CommittedRow]:
+        """The last `limit` of `doubtful`, the latest capture first."""
         ...
 
     async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:

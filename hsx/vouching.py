@@ -2,27 +2,48 @@
 
 Some faults break no invariant of a sample: states shifted against their ids, or those of other weights. Canaries see them, but
 only now and then; so when one fails, everything that was committed since the last sound one is extracted again.
+
+A server that died can be asked no more. There its last samples stand for the canary: the next server extracts them again, and
+if they agree with what is stored, all that was captured before them is vouched for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hsx.errors import EngineError
+from hsx.core.invariants import Violation
+from hsx.errors import EngineError, RunError
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Coroutine
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from hsx.canary import Canary
-    from hsx.core.invariants import Violation
     from hsx.epoch import LiveEpoch
     from hsx.ports import Clock, CommittedRow, Ledger, Observer
     from hsx.suspects import Suspects
 
 TRIES = 5
+LAST = 64
+TELLING_TOKENS = 16
+"""Of the last `LAST` samples of a dead server, the latest with so many tokens is extracted again besides the very last."""
 RETRY_S = 1.0
+
+
+class StoredSamples(Protocol):
+    """The committed samples, as they lie on their roots."""
+
+    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+        """States, bf16 bits [tokens, L, H], and ids, int32 [tokens]. Blocks. Raises RunError where they cannot be read."""
+        ...
+
+    async def revoke(self, rows: list[CommittedRow]) -> None:
+        """Takes samples that the ledger has revoked out of the store."""
+        ...
 
 
 class Vouching:
@@ -32,7 +53,7 @@ class Vouching:
         every: commits between two canaries; 0 for none but the last one.
         canary: see there.
         ledger: records what is vouched for, and what is revoked.
-        remove: takes revoked samples out of the store.
+        store: reads committed samples again, and takes revoked ones out of the store.
         suspects: the hunt for poison samples.
         observer: hears of it all.
         clock: for the pauses between tries.
@@ -43,7 +64,7 @@ class Vouching:
         every: int,
         canary: Canary,
         ledger: Ledger,
-        remove: Callable[[list[CommittedRow]], Awaitable[None]],
+        store: StoredSamples,
         suspects: Suspects,
         observer: Observer,
         clock: Clock,
@@ -51,7 +72,7 @@ class Vouching:
         self._every = every
         self._canary = canary
         self._ledger = ledger
-        self._remove = remove
+        self._store = store
         self._suspects = suspects
         self._observer = observer
         self._clock = clock
@@ -60,6 +81,7 @@ class Vouching:
         self._open: LiveEpoch | None = None
         self._ended = asyncio.Event()
         self._revoked = False
+        self._drained = asyncio.Event()
 
     def committed(self) -> None:
         """A sample was committed."""
@@ -68,13 +90,42 @@ class Vouching:
             self._due.set()
 
     async def began(self, epoch: LiveEpoch) -> None:
-        """A server passed the boot gate, and its canary vouches for what an earlier life of hsx had from it."""
+        """A server passed the boot gate: its canary vouches for what an earlier life of hsx had from it.
+
+        And it helps to vouch for servers that are gone. Raises as `Canary.check`.
+        """
         await self._vouch(epoch, epoch.vouched)
+        for gone in await self._ledger.unvouched(but=epoch.id):
+            await self._vouch_for_the_dead(epoch, gone)
         self._unvouched = 0
         self._open = epoch
         self._ended.clear()
 
-    async def run(self, ready: Callable[[], Awaitable[LiveEpoch]]) -> None:
+    async def _vouch_for_the_dead(self, epoch: LiveEpoch, gone: str) -> None:
+        """Has the last samples of an ended epoch extracted again by the present server."""
+        rows = await self._ledger.last_doubtful(gone, LAST)
+        # The very last, since a fault stays once it has begun; and, as a token or two tell little, one that is long enough.
+        telling = next((row for row in rows if row.tokens >= TELLING_TOKENS), rows[0])
+        for row in {rows[0].index: rows[0], telling.index: telling}.values():
+            try:
+                stored, ids = await asyncio.to_thread(self._store.read, row)
+            except RunError as error:
+                self._observer.error_met(error.kind, f"sample {row.index} cannot vouch for epoch {gone}: {error.message}")
+                return
+            violation = await self._canary.agrees(epoch, ids, stored)
+            if violation is not None:
+                evidence = f"sample {row.index}, extracted again after epoch {gone} had ended: {violation.evidence}"
+                await self._take_back(gone, Violation(violation.invariant, evidence))
+                return
+        await self._ledger.vouch(gone, rows[0].sequence)
+        self._observer.canary_passed(gone, rows[0].sequence)
+
+    async def _take_back(self, epoch: str, violation: Violation) -> None:
+        await self._ledger.violation(epoch, None, violation.invariant, violation.evidence)
+        self._observer.violation(None, violation.invariant, violation.evidence)
+        await self._revoke(epoch, violation)
+
+    async def run(self, ready: Callable[[], Coroutine[Any, Any, LiveEpoch]]) -> None:
         """Sends a canary whenever one is due, until cancelled."""
         while True:
             await self._due.wait()
@@ -90,11 +141,15 @@ class Vouching:
                 await self._clock.sleep(RETRY_S)
                 self._due.set()
 
-    async def close(self) -> bool:
+    def drain(self) -> None:
+        """No server is waited for any more: what is not vouched for is left to the next run."""
+        self._drained.set()
+
+    async def close(self, ready: Callable[[], Coroutine[Any, Any, LiveEpoch]]) -> bool:
         """The canary at the end of a run: True when all is done, False when samples may be pending again.
 
-        Where the server is gone, or answers no canary in several tries, what it gave since the last sound one stays: nothing
-        speaks against it. The log says so.
+        Where the server is gone, the next one is waited for, which vouches for it; but not in a drained run: that is left to
+        the next run.
         """
         for _ in range(TRIES):
             epoch = self._open
@@ -110,6 +165,8 @@ class Vouching:
                 await self._clock.sleep(RETRY_S)
         if self._open is not None and self._open.is_void:
             await self._ended.wait()  # what its end means for samples is being found out
+        if (self._open is None or self._open.is_void) and await self._ledger.unvouched():
+            await _either(ready(), self._drained.wait())
         revoked, self._revoked = self._revoked, False
         return not revoked
 
@@ -131,15 +188,13 @@ class Vouching:
 
     async def failed_at_boot(self, epoch: LiveEpoch, error: CanaryError) -> None:
         """The canary at the boot gate failed: what an earlier life of hsx had from this server is in doubt."""
-        await self._ledger.violation(epoch.id, None, error.violation.invariant, error.violation.evidence)
-        self._observer.violation(None, error.violation.invariant, error.violation.evidence)
-        await self._revoke(epoch, error.violation)
+        await self._take_back(epoch.id, error.violation)
         await self._ledger.epoch_ended(epoch.id, error.violation.invariant, error.violation.evidence)
 
     async def ended(self, epoch: LiveEpoch, violation: Violation) -> bool:
         """An epoch ended and no attempt is under way in it. True where its end brought a hunt further."""
         if epoch.doubt:
-            await self._revoke(epoch, violation)
+            await self._revoke(epoch.id, violation)
         narrowed = bool(epoch.suspects) and await self._suspects.died(epoch, violation)
         self._unvouched = 0
         self._due.clear()
@@ -152,10 +207,20 @@ class Vouching:
         await self._ledger.vouch(epoch.id, sequence)
         self._observer.canary_passed(epoch.id, sequence)
 
-    async def _revoke(self, epoch: LiveEpoch, violation: Violation) -> None:
-        rows = await self._ledger.revoke(epoch.id, violation.invariant, violation.evidence)
+    async def _revoke(self, epoch: str, violation: Violation) -> None:
+        rows = await self._ledger.revoke(epoch, violation.invariant, violation.evidence)
         if rows:
             self._revoked = True
-            await self._remove(rows)
+            await self._store.revoke(rows)
             tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
-            self._observer.samples_revoked(epoch.id, violation.invariant, violation.evidence, len(rows), tokens, nbytes)
+            self._observer.samples_revoked(epoch, violation.invariant, violation.evidence, len(rows), tokens, nbytes)
+
+
+async def _either(*steps: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of the steps has ended; the others are cancelled."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -158,6 +158,13 @@ class Writer:
         self._queue.put_nowait((entry, done))
         return await done
 
+    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+        """States, bf16 bits [tokens, L, H], and ids, int32 [tokens], of a committed sample. Blocks.
+
+        Raises RunError where they cannot be read.
+        """
+        return self._roots[row.root].read(row.index, row.tokens), self._samples.input_ids(row.index)
+
     async def revoke(self, rows: Sequence[CommittedRow]) -> None:
         """Takes samples out of the store that the ledger has revoked: hides them first, and then discards their shards.
 

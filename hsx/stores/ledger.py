@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+UNVOUCHED = "epoch = :epoch AND sequence > ifnull((SELECT vouched FROM epochs WHERE epoch = :epoch), 0)"
+"""Of the committed samples, those of one epoch that no canary vouches for."""
+
 
 def new_run() -> str:
     """A run id: 8 hex digits that no other job has, in all likelihood."""
@@ -275,9 +278,23 @@ class SqliteLedger:
         return await self._do(self._doubtful, epoch)
 
     def _doubtful(self, epoch: str) -> list[CommittedRow]:
-        unvouched = "epoch = :epoch AND sequence > ifnull((SELECT vouched FROM epochs WHERE epoch = :epoch), 0)"
-        query = f"{COMMITTED} AND {unvouched} ORDER BY sequence"
+        query = f"{COMMITTED} AND {UNVOUCHED} ORDER BY sequence"
         return [CommittedRow(*row) for row in self._connection.execute(query, {"epoch": epoch})]
+
+    async def unvouched(self, but: str = "") -> list[str]:
+        """The epochs other than `but` of which `doubtful` would return something, oldest first."""
+        query = (
+            "SELECT s.epoch FROM samples s LEFT JOIN epochs e ON e.epoch = s.epoch "
+            "WHERE s.state = 'committed' AND s.epoch != ? AND s.sequence > ifnull(e.vouched, 0) "
+            "GROUP BY s.epoch ORDER BY e.began"
+        )
+        return [epoch for (epoch,) in await self._do(lambda: self._connection.execute(query, (but,)).fetchall())]
+
+    async def last_doubtful(self, epoch: str, limit: int) -> list[CommittedRow]:
+        """The last `limit` of `doubtful`, the latest capture first."""
+        query = f"{COMMITTED} AND {UNVOUCHED} ORDER BY sequence DESC LIMIT :limit"
+        values = {"epoch": epoch, "limit": limit}
+        return [CommittedRow(*row) for row in await self._do(lambda: self._connection.execute(query, values).fetchall())]
 
     async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:
         """Records that what `doubtful` returns has to be revoked, before it can be: until then, `overdue` says so."""

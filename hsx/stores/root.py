@@ -19,6 +19,7 @@ from hsx.stores import metadata
 from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
+from hsx.stores.shard_reader import ShardFile
 from hsx.stores.view import visible
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ShardRoot:
     def __init__(self, name: str, folder: Path, layout: StoreLayout, *, direct: bool = True) -> None:
         self._name = name
         self._folder = folder
+        self._layout = layout
         self._writer = ShardWriter(folder, name, layout, direct=direct)
 
     @property
@@ -74,6 +76,11 @@ class ShardRoot:
     def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
         """Writes the shard of sample `index`; see `hsx.stores.shard.ShardWriter.write`."""
         return self._writer.write(index, str(marker), states)
+
+    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
+        """bf16 bits [tokens, L, H] of sample `index`, checked. Raises RunError `store_invalid`."""
+        with ShardFile(self._folder / shard_key(index), self._layout, tokens) as shard:
+            return shard.read()
 
     def sync(self) -> None:
         """Makes the names written so far durable. Raises RunError `root_unusable`; not to be tried again."""

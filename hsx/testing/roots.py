@@ -47,6 +47,11 @@ class FailingRoot:
         self._pass("write")
         return self._root.write(index, marker, states)
 
+    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
+        """See the port."""
+        self._pass("read")
+        return self._root.read(index, tokens)
+
     def sync(self) -> None:
         """See the port."""
         self._pass("sync")
