@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from hsx.core.marker import Marker
 from hsx.testing import tiny_models
+from hsx.testing.huggingface import HuggingFace, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,30 +62,6 @@ def draw_samples(count: int, longest: int, vocabulary: int, skew: int) -> dict[M
     lengths = [1 + round((longest - 1) * (i / (count - 1)) ** skew) for i in range(count)]
     order = rng.permutation(count)
     return {Marker(RUN, int(i), 1, lengths[i]): rng.integers(5, vocabulary, lengths[i]).astype(np.int32) for i in order}
-
-
-class HuggingFace:
-    """transformers in float32: the states of one prompt, computed alone, in one piece."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-        self._before_norm: list[torch.Tensor] = []
-        self._model.model.norm.register_forward_pre_hook(lambda _, inputs: self._before_norm.append(inputs[0]))
-
-    def states(self, ids: NDArray[np.int32]) -> list[NDArray[np.float32]]:
-        """h_0 to h_N, then the state after the final norm: N + 2 arrays of [tokens, H]."""
-        self._before_norm.clear()
-        with torch.no_grad():
-            found = self._model.model(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states
-        return [state[0].numpy() for state in (*found[:-1], self._before_norm[0], found[-1])]
-
-
-def relative_error(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Per token: the norm of the difference over the norm of what is wanted; [tokens]."""
-    error: NDArray[np.float32] = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-    return error
 
 
 def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
