@@ -44,7 +44,7 @@ class Canary:
         run: the job's 8 hex digits.
         spec: what must be captured.
         shape: the model's facts.
-        timeout_s: longest time for an answer, and then for its dump.
+        timeout_s: longest time for the answers to prompts sent together, given their tokens, and then for their dumps.
         tolerance: relative distance of a row that rounding may cause.
         client, dumps, ledger: see `hsx.ports`.
         measure: measures a dump's tensors against the ids asked for.
@@ -54,7 +54,7 @@ class Canary:
     run: str
     spec: CaptureSpec
     shape: ModelShape
-    timeout_s: float
+    timeout_s: Callable[[int], float]
     tolerance: float
     client: EngineClient
     dumps: Dumps
@@ -91,7 +91,8 @@ class Canary:
 
     async def _bring(self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]]) -> list[tuple[NDArray[np.uint16], int]]:
         """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers."""
-        probes = [Probe(await self._marker(len(ids)), ids) for ids in prompts]
+        timeout_s = self.timeout_s(sum(len(ids) for ids in prompts))
+        probes = [Probe(await self._marker(len(ids)), ids, timeout_s) for ids in prompts]
         floor = epoch.counter.highest
         try:
             for step in (self._ask, self._pair):
@@ -121,18 +122,18 @@ class Canary:
 
     async def _ask(self, probe: Probe) -> None:
         try:
-            probe.answer = await self.client.prefill(probe.marker, probe.ids, self.timeout_s)
+            probe.answer = await self.client.prefill(probe.marker, probe.ids, probe.timeout_s)
         except SampleError as error:
             raise EngineError("server_start_failed", f"the canary {probe.marker} failed: {error.message}") from error
 
     async def _pair(self, probe: Probe) -> None:
         marker = probe.marker
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(probe.timeout_s):
                 await self.dumps.arrival(marker)
             probe.dump = self.dumps.open(marker)
         except TimeoutError:
-            evidence = f"{marker} was answered and brought no dump in {self.timeout_s:.0f} s"
+            evidence = f"{marker} was answered and brought no dump in {probe.timeout_s:.0f} s"
             raise CanaryError("capture_off", Violation("published", evidence)) from None
         except SampleError as error:
             raise CanaryError("capture_off", Violation("published", f"{marker}: {error.message}")) from error
@@ -183,18 +184,20 @@ class Canary:
 
 @dataclass(slots=True)
 class Probe:
-    """One of the twins under way.
+    """One prompt of a canary under way.
 
     Attributes:
         marker: its marker.
         ids: int32 [tokens].
+        timeout_s: longest time for its answer, and then for its dump.
         answer: the server's answer, once there is one.
-        dump: its dump, once it came; closed when the twins are judged.
+        dump: its dump, once it came; closed when its states were taken.
         sequence: its capture number, once it was judged.
     """
 
     marker: Marker
     ids: NDArray[np.int32]
+    timeout_s: float
     answer: Answer | None = None
     dump: Dump | None = None
     sequence: int = 0

@@ -86,12 +86,7 @@ class Watchdog:
             epoch = self._parts.supervisor.epoch
             if epoch is None:
                 continue
-            if epoch is not self._seen:
-                # Time spent on a restart is not the new server's silence.
-                self._seen, self._others = epoch, sweeper.others()
-                self._window.clear()
-                self._streak.clear()
-                self._parts.admission.advanced()
+            self._meet(epoch, sweeper)
             violation = advancing(self._progress, self._parts.admission.snapshot())
             if violation is not None:
                 epoch.void(violation, suspect=True)
@@ -101,8 +96,19 @@ class Watchdog:
             else:
                 await self.look_at_counter(epoch, sweeper)
 
+    def _meet(self, epoch: LiveEpoch, sweeper: Sweeper) -> None:
+        """The first look at an epoch begins with a clean slate."""
+        if epoch is self._seen:
+            return
+        # Time spent on a restart is not the new server's silence.
+        self._seen, self._others = epoch, sweeper.others()
+        self._window.clear()
+        self._streak.clear()
+        self._parts.admission.advanced()
+
     async def look_at_counter(self, epoch: LiveEpoch, sweeper: Sweeper) -> None:
         """Is one process alone writing into the epoch, and was every dump that it counted seen?"""
+        self._meet(epoch, sweeper)  # a short run comes here before it was looked at for the first time
         try:
             refusal, state = self._parts.dumps.refusal(), self._parts.dumps.state()
         except EngineError as error:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from hsx.app import Outcome, Outside, run_job
+from hsx.app import Outcome, run_job
 from hsx.config_load import load
 from hsx.core.invariants import Content
 from hsx.errors import RunError
@@ -30,6 +30,7 @@ from hsx.model_config import read_model_shape
 from hsx.testing.simulated_engine import SimulatedClient, SimulatedOwner, Wire
 from hsx.testing.simulated_server import SimulatedServer
 from hsx.testing.virtual_time import VirtualClock, VirtualTimeLoop
+from hsx.wiring import Outside
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -1,0 +1,302 @@
+"""Puts the parts of a run together: with `hsx.app`, which runs them, the only place that names concrete classes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncio_throttle import Throttler
+
+from hsx.admission import Admission
+from hsx.canary import Canary
+from hsx.capture.report import read_norm
+from hsx.clock import SystemClock
+from hsx.core.admission import Limits
+from hsx.core.pairing import Outstanding
+from hsx.core.policy import WindowLimit
+from hsx.core.progress import ProgressLimits, deadline_s
+from hsx.core.restart import RestartLimits, RestartPolicy
+from hsx.dumps.compare import row_distances
+from hsx.dumps.directory import DumpDirectory
+from hsx.dumps.measure import measure
+from hsx.engines import sglang
+from hsx.engines.external import ExternalOwner
+from hsx.engines.leftovers import sweep_shared_memory
+from hsx.engines.process import process_alive
+from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.errors import EngineError
+from hsx.gate import Gate
+from hsx.pipeline import Parts, Pipeline, Settings
+from hsx.stores.group import record_final_norm
+from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.view import UnionView
+from hsx.supervisor import Supervisor, SupervisorParts
+from hsx.suspects import Suspects
+from hsx.sweeper import Sweeper
+from hsx.vouching import Vouching
+from hsx.watchdog import Watchdog, WatchdogParts
+from hsx.writer import Writer, WriterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.config_load import LoadedConfig
+    from hsx.core.epoch import CaptureReport
+    from hsx.core.invariants import Content
+    from hsx.core.layout import StoreLayout
+    from hsx.ports import Clock, EngineClient, EngineOwner
+    from hsx.prepare import OpenJob
+    from hsx.stores.ledger import SqliteLedger
+    from hsx.telemetry import Telemetry
+
+
+STAGED_PER_REQUEST = 16
+"""Samples that may be between request and commit, per request slot: enough for any backlog that bytes allow to matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """The server, time and the eye that judges dumps: what a simulation puts in place of the real ones.
+
+    Attributes:
+        client: speaks to the server; closed by the run.
+        owner: starts and stops it.
+        clock: monotonic time.
+        measure: measures a dump's tensors, (states, ids recorded, ids expected).
+    """
+
+    client: EngineClient
+    owner: EngineOwner
+    clock: Clock = field(default_factory=SystemClock)
+    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content] = measure
+
+
+class Wiring:
+    """The parts of one run. The roots are attached, and what crashes left on them and in the view is put in order.
+
+    Args:
+        loaded: the job file.
+        job: the open job.
+        ledger: its ledger.
+        telemetry: hears what the parts observe.
+        outside: the world to run in.
+
+    Attributes:
+        client, dumps: see `hsx.ports`.
+        supervisor, watchdog, vouching, sweeper, writer, pipeline: each in the module of its name.
+
+    Raises:
+        RunError: a root, the store or the dump directory cannot be used; its kind says how.
+    """
+
+    def __init__(
+        self, loaded: LoadedConfig, job: OpenJob, ledger: SqliteLedger, telemetry: Telemetry, outside: Outside
+    ) -> None:
+        self._loaded = loaded
+        self._job = job
+        self._ledger = ledger
+        self._telemetry = telemetry
+        config = loaded.config
+        clock = outside.clock
+        store, roots = attach_roots(job.store, {root.name: root.path for root in loaded.roots})
+        self._layout: StoreLayout = store.layout
+        for root in roots:
+            root.sweep()
+        discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
+        view = UnionView(store)
+        view.repair(ledger.committed_roots())
+        self.client = outside.client
+        self._owner = outside.owner
+        self._measure = outside.measure
+        self.dumps = DumpDirectory(loaded.dump_dir, process_alive)
+        self._admission = Admission(
+            Limits(
+                requests=config.pipeline.concurrency,
+                tokens=config.pipeline.max_tokens_in_flight,
+                staging_bytes=loaded.staging_bytes,
+                samples=config.pipeline.concurrency * STAGED_PER_REQUEST,
+            ),
+            clock,
+            telemetry,
+        )
+        self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
+        canary = self._make_canary()
+        self._suspects = Suspects(ledger, telemetry)
+        self.writer = Writer(
+            roots,
+            view,
+            ledger,
+            job.samples,
+            telemetry,
+            WriterSettings(
+                threads=config.pipeline.writer_threads,
+                group_samples=config.pipeline.commit_samples,
+                group_seconds=config.pipeline.commit_seconds,
+                reserves={root.name: root.reserve for root in loaded.roots},
+            ),
+        )
+        self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
+        self.supervisor = self._make_supervisor(clock, canary)
+        self.watchdog = self._make_watchdog(clock, canary)
+        self._outstanding = Outstanding(ledger.run)
+        self.sweeper = Sweeper(ledger.run, self._outstanding, self.dumps, ledger, clock, self.watchdog.count)
+        self.pipeline = self._make_pipeline(clock)
+
+    def patience_s(self) -> float:
+        """Seconds without a sign of work that are allowed for what is in flight now."""
+        return deadline_s(self._progress_limits, self._admission.in_flight.tokens)
+
+    def _make_canary(self) -> Canary:
+        config = self._loaded.config
+        return Canary(
+            run=self._ledger.run,
+            spec=self._job.spec,
+            shape=self._job.shape,
+            timeout_s=lambda tokens: deadline_s(self._progress_limits, tokens) + config.pipeline.dump_deadline_s,
+            tolerance=config.watchdog.canary_tolerance,
+            client=self.client,
+            dumps=self.dumps,
+            ledger=self._ledger,
+            measure=self._measure,
+            distances=row_distances,
+        )
+
+    def _make_supervisor(self, clock: Clock, canary: Canary) -> Supervisor:
+        config = self._loaded.config
+        gate = Gate(
+            spec=self._job.spec,
+            shape=self._job.shape,
+            longest=self._layout.max_tokens,
+            canary=canary,
+            client=self.client,
+            dumps=self.dumps,
+            ledger=self._ledger,
+            clock=clock,
+        )
+        parts = SupervisorParts(
+            owner=self._owner,
+            client=self.client,
+            dumps=self.dumps,
+            ledger=self._ledger,
+            observer=self._telemetry,
+            clock=clock,
+            gate=gate.check,
+            on_report=self._record_norm,
+            before_start=partial(sweep_shared_memory, self._loaded.dump_dir),
+            consequences=self.vouching,
+        )
+        limits = RestartLimits(
+            first_s=config.watchdog.backoff_first_s,
+            factor=2.0,
+            longest_s=config.watchdog.backoff_longest_s,
+            jitter=0.2,
+            budget=config.watchdog.restart_budget,
+            window_s=config.watchdog.restart_window_s,
+        )
+        return Supervisor(
+            self._ledger.run,
+            parts,
+            RestartPolicy(limits),
+            start_timeout_s=config.engine.start_timeout_s,
+            stop_grace_s=config.engine.stop_grace_s,
+        )
+
+    def _make_watchdog(self, clock: Clock, canary: Canary) -> Watchdog:
+        config = self._loaded.config.watchdog
+        parts = WatchdogParts(
+            supervisor=self.supervisor,
+            admission=self._admission,
+            dumps=self.dumps,
+            ledger=self._ledger,
+            observer=self._telemetry,
+            clock=clock,
+            canary=canary.check,
+        )
+        return Watchdog(parts, self._progress_limits, WindowLimit(config.violations, config.violation_window_s))
+
+    def _on_commit(self) -> None:
+        self.watchdog.committed()
+        self.vouching.committed()
+
+    def _make_pipeline(self, clock: Clock) -> Pipeline:
+        config = self._loaded.config
+
+        def request_timeout_s(tokens_in_flight: int) -> float:
+            return config.pipeline.request_slack * deadline_s(self._progress_limits, tokens_in_flight)
+
+        rate = config.pipeline.start_rate
+        settings = Settings(
+            run=self._ledger.run,
+            spec=self._job.spec,
+            hidden_size=self._job.shape.hidden_size,
+            retries=config.pipeline.retries,
+            dump_deadline_s=config.pipeline.dump_deadline_s,
+            request_timeout_s=request_timeout_s,
+            congestion_s=config.pipeline.congestion_s,
+            shard_bytes=self._layout.file_bytes,
+        )
+        parts = Parts(
+            engine=self.supervisor,
+            client=self.client,
+            dumps=self.dumps,
+            samples=self._job.samples,
+            leases=self._ledger,
+            ledger=self._ledger,
+            writer=self.writer,
+            admission=self._admission,
+            outstanding=self._outstanding,
+            sweeper=self.sweeper,
+            suspects=self._suspects,
+            pace=Throttler(rate_limit=math.ceil(rate), period=math.ceil(rate) / rate),
+            observer=self._telemetry,
+            clock=clock,
+            measure=self._measure,
+            on_failure=self.watchdog.failed,
+            on_success=self._on_commit,
+            on_server_lost=self.watchdog.server_lost,
+        )
+        return Pipeline(settings, parts)
+
+    async def _record_norm(self, report: CaptureReport) -> None:
+        """Keeps the final norm in the store: with it, and only with it, pre_norm states convert to post_norm."""
+        # What the owner has found beside the server is to be logged, however short the start was.
+        self._telemetry.engine_waiting(self.supervisor.situation)
+        try:
+            weight = await asyncio.to_thread(read_norm, self.dumps.folder, report)
+        except (OSError, ValueError) as error:
+            raise EngineError("capture_off", f"the final norm beside the capture report cannot be read: {error}") from error
+        if weight is not None:
+            record_final_norm(self._loaded.store, weight, report.norm_eps)
+
+
+def real_outside(loaded: LoadedConfig) -> Outside:
+    """The server that the job file names, and real time."""
+    engine = loaded.config.engine
+    limits = sglang.Limits(loaded.config.pipeline.concurrency)
+    return Outside(client=sglang.SGLangClient(engine.host, engine.port, limits), owner=make_owner(loaded))
+
+
+def make_owner(loaded: LoadedConfig) -> EngineOwner:
+    """The owner that the job file names."""
+    engine = loaded.config.engine
+    if engine.ownership == "external":
+        return ExternalOwner(loaded.dump_dir, engine.port, engine.start_timeout_s)
+    python = engine.python or sys.executable
+    return SpawnOwner(
+        SpawnPlan(
+            command=[python, "-m", "hsx", "serve", str(loaded.path)],
+            args=engine.args,
+            dump_dir=loaded.dump_dir,
+            log_file=loaded.state_dir / "server.log",
+            env=engine.env,
+            host=engine.host,
+            port=engine.port,
+        )
+    )
