@@ -3,8 +3,9 @@
 A server dies for many reasons, so one death convicts nobody. The samples that were at the server are suspects; after the
 restart half of them are tried, and everybody else waits, so that a second poison sample cannot mislead. A suspect that is
 answered is cleared. Another death keeps only those that were at the server then, and half of them are tried. Who was alone on
-trial when the server died is convicted. A poison sample costs at most log2(concurrency) + 2 deaths, and the trials of a server
-that died for another reason cost no death at all.
+trial when the server died, twice, is convicted: a server that is killed from outside at just that moment must not cost an
+innocent sample. A poison sample costs at most log2(concurrency) + 3 deaths, and the trials of a server that died for another
+reason cost no death at all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Hunt:
     def __init__(self, suspects: Iterable[int] = ()) -> None:
         self._suspects = sorted(set(suspects))
         self._trial: set[int] = set()
+        self._died_alone: int | None = None
         self._next_trial()
 
     @property
@@ -51,9 +53,11 @@ class Hunt:
         if not present:
             return None, False
         tried = set(present) <= self._trial
-        if tried and len(present) == 1:
-            self.clear(present[0])
-            return present[0], True
+        alone = present[0] if tried and len(present) == 1 else None
+        if alone is not None and alone == self._died_alone:
+            self.clear(alone)
+            return alone, True
+        self._died_alone = alone
         self._suspects = present
         self._next_trial()
         return None, tried

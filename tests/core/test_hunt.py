@@ -44,12 +44,13 @@ def test_one_poison_sample_costs_one_death_of_the_budget_and_a_logarithm_of_othe
     convicted, deaths, wide = work_off({poison}, 64, concurrency)
     assert convicted == {poison}
     assert wide == 1
-    assert 2 <= deaths <= math.ceil(math.log2(concurrency)) + 2
+    assert 3 <= deaths <= math.ceil(math.log2(concurrency)) + 3
 
 
-def test_one_death_convicts_nobody_even_alone() -> None:
+def test_two_deaths_convict_nobody_even_alone() -> None:
     hunt = Hunt()
     assert hunt.died([7]) == (None, False)
+    assert hunt.died([7]) == (None, True)
     assert list(hunt.suspects) == [7]
     assert [hunt.admits(7), hunt.admits(8)] == [True, False]
     assert hunt.died([7]) == (7, True)
