@@ -77,12 +77,14 @@ class Sweeper:
     async def drop(self, epoch: LiveEpoch, marker: Marker) -> None:
         """Notes what stands under `marker` and removes it; missing files are fine."""
         header = await asyncio.to_thread(self._dumps.peek, marker)
+        if header is None:
+            if str(marker) not in self._dumps.names():
+                return  # what may be published from now on is swept later: it must not go before its number is noted
+            header = await asyncio.to_thread(self._dumps.peek, marker)  # it may have come between the two looks
         if header is not None:
             violation = self._noted(epoch, marker, header)
             if violation is not None:
                 await self._report(epoch, marker, violation)
-        elif str(marker) not in self._dumps.names():
-            return  # what may be published from now on is swept later: it must not go before its number is noted
         await asyncio.to_thread(self._dumps.remove, marker)
 
     def _noted(self, epoch: LiveEpoch, marker: Marker, header: DumpHeader, floor: int = 0) -> Violation | None:

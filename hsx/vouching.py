@@ -10,6 +10,7 @@ if they agree with what is stored, all that was captured before them is vouched 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hsx.core.invariants import Violation
@@ -32,6 +33,10 @@ LAST = 64
 TELLING_TOKENS = 16
 """Of the last `LAST` samples of a dead server, the latest with so many tokens is extracted again besides the very last."""
 RETRY_S = 1.0
+TRIES_AGAIN = 3
+"""Servers that may fail when they are asked for such a sample; then all that is in doubt is pending again."""
+FAILED_AGAIN = "failed_again"
+"""Key of the fact that tells how often the last samples of each ended epoch could not be extracted again."""
 
 
 class StoredSamples(Protocol):
@@ -112,13 +117,28 @@ class Vouching:
             except RunError as error:
                 self._observer.error_met(error.kind, f"sample {row.index} cannot vouch for epoch {gone}: {error.message}")
                 return
-            violation = await self._canary.agrees(epoch, ids, stored)
+            try:
+                violation = await self._canary.agrees(epoch, ids, stored)
+            except EngineError as error:
+                evidence = f"sample {row.index}, extracted again to vouch for epoch {gone}, failed: {error.message}"
+                await self._failed_again(gone, evidence, error)
+                raise EngineError("server_start_failed", evidence) from error
             if violation is not None:
                 evidence = f"sample {row.index}, extracted again after epoch {gone} had ended: {violation.evidence}"
                 await self._take_back(gone, Violation(violation.invariant, evidence))
                 return
         await self._ledger.vouch(gone, rows[0].sequence)
         self._observer.canary_passed(gone, rows[0].sequence)
+
+    async def _failed_again(self, gone: str, evidence: str, error: EngineError) -> None:
+        """A sample that fails every new server must not keep all of them from beginning: then it is as if they disagreed."""
+        if error.kind != "server_start_failed" and not isinstance(error, CanaryError):
+            return
+        counts: dict[str, int] = json.loads(await self._ledger.recall(FAILED_AGAIN) or "{}")
+        counts[gone] = counts.get(gone, 0) + 1
+        await self._ledger.remember(FAILED_AGAIN, json.dumps(counts))
+        if counts[gone] >= TRIES_AGAIN:
+            await self._take_back(gone, Violation("canary", f"{counts[gone]} servers were asked in vain; {evidence}"))
 
     async def _take_back(self, epoch: str, violation: Violation) -> None:
         await self._ledger.violation(epoch, None, violation.invariant, violation.evidence)

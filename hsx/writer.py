@@ -163,6 +163,8 @@ class Writer:
 
         Raises RunError where they cannot be read.
         """
+        if row.root not in self._roots:
+            raise RunError("root_unusable", f"sample {row.index} lies on root {row.root!r}, which the job file does not name")
         return self._roots[row.root].read(row.index, row.tokens), self._samples.input_ids(row.index)
 
     async def revoke(self, rows: Sequence[CommittedRow]) -> None:
