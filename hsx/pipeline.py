@@ -42,8 +42,6 @@ STOOD_STILL_S = 10.0
 """A timer that fires so much too late tells that hsx itself was stopped (SIGSTOP, a suspended machine)."""
 CONGESTION = frozenset({"server_full", "staging_full"})
 """Errors that pass by themselves when less is under way."""
-NOBODYS = frozenset({"epoch_void", "hsx_stopped"})
-"""Ends of an attempt that say nothing of the server."""
 UNFINISHED = frozenset({"request_failed", "request_timeout"})
 """A dying server causes these as well as a bad request; and a living one may still be working on the request."""
 
@@ -361,7 +359,9 @@ class Pipeline:
             if silence > self._settings.congestion_s:
                 raise RunError("staging_failed", f"no dump arrived for {silence:.0f} s; the last reason: {error.message}")
             await self._parts.clock.sleep(PAUSE_S)
-        elif error.kind not in NOBODYS:
+        elif error.kind == "hsx_stopped":
+            self._parts.observer.error_met(error.kind, error.message)
+        elif error.kind != "epoch_void":
             self._parts.on_server_lost(epoch, error)
         if epoch.is_void:
             epoch.requeued.append(lease.sample.index)

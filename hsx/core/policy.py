@@ -107,11 +107,6 @@ def on_failure(reason: str, failures: int, retries: int) -> Action:
     return Action.RETRY
 
 
-def against_epoch(reason: str) -> bool:
-    """Whether `reason` counts towards voiding the epoch."""
-    return POLICY[reason].epoch == "count"
-
-
 class Streak:
     """Counts different samples that failed with no sample committed in between: is it they, or the server?
 

@@ -1,0 +1,191 @@
+"""Verdicts that blame the server, one sample, or hsx itself: each by its kind, and with what it was seen by."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from hsx.app import run_job
+from hsx.canary import Canary
+from hsx.clock import SystemClock
+from hsx.core.epoch import EpochRecord
+from hsx.core.invariants import Violation
+from hsx.core.pairing import Outstanding
+from hsx.dumps.compare import row_distances
+from hsx.dumps.directory import DumpDirectory
+from hsx.dumps.measure import measure
+from hsx.engines.external import ExternalOwner
+from hsx.engines.process import process_alive
+from hsx.engines.sglang import SGLangClient
+from hsx.epoch import LiveEpoch
+from hsx.errors import SampleError
+from hsx.model_config import read_model_shape
+from hsx.stores.ledger import SqliteLedger, create
+from hsx.suspects import Suspects
+from hsx.telemetry import Telemetry
+from hsx.testing.tiny_job import make_job
+from hsx.violated import CanaryError
+from hsx.wiring import Outside
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.core.invariants import Answer
+    from hsx.core.marker import Marker
+    from hsx.testing.servers import RunningServer
+
+RECORD = EpochRecord("e1", "boot", 1, 2, "", ("sglang",), "m", "", (1,), "post_norm", "sglang", "0.5.23", "0.1.0", "h", 1)
+KILLED = Violation("alive", "the server was killed by signal 9")
+TOKENS = 5
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[SqliteLedger]:
+    """Of eight samples."""
+    create(tmp_path / "ledger.sqlite", "0123abcd", {}, [TOKENS] * 8, [])
+    opened = SqliteLedger(tmp_path / "ledger.sqlite")
+    yield opened
+    await opened.close()
+
+
+# --- canary_failed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def canary_of(server: RunningServer, ledger: SqliteLedger, tmp_path: Path) -> Callable[[DumpDirectory, SGLangClient], Canary]:
+    """Makes a canary for the shared server."""
+    job = make_job(tmp_path, server=server)
+    shape = read_model_shape(job.loaded.model)
+
+    def make(dumps: DumpDirectory, client: SGLangClient) -> Canary:
+        return Canary(
+            run=ledger.run,
+            spec=job.loaded.spec,
+            shape=shape,
+            timeout_s=lambda _: 60.0,
+            tolerance=0.05,
+            client=client,
+            dumps=dumps,
+            ledger=ledger,
+            outstanding=Outstanding(ledger.run),
+            measure=measure,
+            distances=row_distances,
+        )
+
+    return make
+
+
+async def test_a_canary_with_wrong_states_is_told_from_one_that_captures_nothing(
+    server: RunningServer, ledger: SqliteLedger, canary_of: Callable[[DumpDirectory, SGLangClient], Canary]
+) -> None:
+    dumps, client = DumpDirectory(server.folder.parent, process_alive), server.client()
+    dumps.enter(server.record.epoch)
+    epoch = LiveEpoch(server.record, dumps.state())
+    canary = canary_of(dumps, client)
+    try:
+        assert await canary.check(epoch) > 0
+        for match in ("-c3-", "-c4-"):
+            await server.fault("shifted_states", match=match)
+        with pytest.raises(
+            CanaryError, match="the canary violates twins: state 0 of two prompts with a shared prefix"
+        ) as wrong:
+            await canary.check(epoch)
+        assert (wrong.value.kind, wrong.value.violation.invariant) == ("canary_failed", "twins")
+        assert [name for name in dumps.names() if ledger.run in name] == []
+        await server.fault("wrong_ids", match="-c5-")
+        with pytest.raises(CanaryError, match="the canary violates tokens_equal: hsx1-0123abcd-c5-") as other:
+            await canary.check(epoch)
+        assert (other.value.kind, other.value.violation.invariant) == ("capture_off", "tokens_equal")
+    finally:
+        dumps.close()
+        await client.close()
+
+
+# --- server_killed ----------------------------------------------------------------------------------------------------
+
+
+async def killed_with(suspects: Suspects, *samples: int) -> bool:
+    """A server dies with these samples at it; whether that brought the hunt further."""
+    epoch = LiveEpoch(RECORD)
+    for index in samples:
+        epoch.asked(index)
+    epoch.void(KILLED, suspect=True)
+    return await suspects.died(epoch, KILLED)
+
+
+async def test_a_sample_that_kills_the_server_is_convicted_with_all_that_was_seen(ledger: SqliteLedger) -> None:
+    suspects = Suspects(ledger, Telemetry())
+    assert not await killed_with(suspects, 3, 5), "one death is nobody's in particular"
+    assert suspects.trial == frozenset({3})
+    assert not suspects.admits(7), "everybody else waits"
+    assert await killed_with(suspects, 3)
+    assert suspects.conviction(3) is None
+    with capture_logs() as log:
+        assert await killed_with(suspects, 3)
+    assert [(line["event"], line["index"], line["deaths"]) for line in log] == [("sample.convicted", 3, 3)]
+    assert suspects.conviction(3) == (
+        "the server died or stalled 3 times while it worked on this sample, at last with no other suspect; "
+        "alive: the server was killed by signal 9"
+    )
+    assert not suspects.admits(3)
+
+
+async def test_a_conviction_outlives_hsx_until_it_is_carried_out(ledger: SqliteLedger) -> None:
+    suspects = Suspects(ledger, Telemetry())
+    for samples in ((3, 5), (3,), (3,)):
+        await killed_with(suspects, *samples)
+    after_a_crash = Suspects(ledger, Telemetry())
+    await after_a_crash.recall()
+    assert after_a_crash.trial == frozenset({3}), "not yet in quarantine: a suspect again"
+    await suspects.executed(3)
+    after_another = Suspects(ledger, Telemetry())
+    await after_another.recall()
+    assert after_another.trial is None
+
+
+# --- hsx_stopped ------------------------------------------------------------------------------------------------------
+
+
+class AheadClock(SystemClock):
+    """A clock that can be put forward, as it seems to be to a process that was stopped."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds, with what was skipped."""
+        return time.monotonic() + self.ahead
+
+
+class StoppedClient(SGLangClient):
+    """During the first request for sample 3 its process stands still, until long after that request's time is over."""
+
+    clock: AheadClock
+
+    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+        """As ever, but for that one request."""
+        if (marker.index, marker.attempt, marker.canary) != (3, 1, False):
+            return await super().prefill(marker, input_ids, timeout_s)
+        self.clock.ahead += timeout_s + 60.0
+        raise SampleError("request_timeout", f"{marker}: no answer within {timeout_s:.0f} s")
+
+
+async def test_a_request_that_nobody_watched_is_held_against_nobody(tmp_path: Path, server: RunningServer) -> None:
+    job = make_job(tmp_path, server=server, pipeline={"retries": 0}, watchdog={"violations": 1})
+    engine = job.loaded.config.engine
+    client = StoppedClient(engine.host, engine.port)
+    client.clock = AheadClock()
+    owner = ExternalOwner(job.loaded.dump_dir, engine.port, engine.start_timeout_s)
+    with capture_logs() as log:
+        outcome = await run_job(job.loaded, outside=Outside(client=client, owner=owner, clock=client.clock))
+    assert (outcome.committed, outcome.quarantined, outcome.restarts, outcome.violations) == (12, 0, 0, {})
+    (told,) = [line for line in log if line["event"] == "error.met" and line["kind"] == "hsx_stopped"]
+    assert "nobody watched this request for 60 s" in told["message"]
+    with job.ledger() as opened:
+        assert opened.failures_by_reason() == {}
