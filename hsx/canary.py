@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.invariants import Answer, Content
+    from hsx.core.pairing import Outstanding
     from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.epoch import LiveEpoch
     from hsx.ports import Dump, Dumps, EngineClient, Ledger
@@ -47,6 +48,7 @@ class Canary:
         timeout_s: longest time for the answers to prompts sent together, given their tokens, and then for their dumps.
         tolerance: relative distance of a row that rounding may cause.
         client, dumps, ledger: see `hsx.ports`.
+        outstanding: knows the markers under way.
         measure: measures a dump's tensors against the ids asked for.
         distances: relative distance of each row of two states, [tokens, L].
     """
@@ -59,6 +61,7 @@ class Canary:
     client: EngineClient
     dumps: Dumps
     ledger: Ledger
+    outstanding: Outstanding
     measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
     distances: Callable[[NDArray[np.uint16], NDArray[np.uint16]], NDArray[np.float32]]
     _reference: dict[str, NDArray[np.uint16]] = field(default_factory=dict)
@@ -94,6 +97,8 @@ class Canary:
         timeout_s = self.timeout_s(sum(len(ids) for ids in prompts))
         probes = [Probe(await self._marker(len(ids)), ids, timeout_s) for ids in prompts]
         floor = epoch.counter.highest
+        for probe in probes:
+            self.outstanding.add(probe.marker)
         try:
             for step in (self._ask, self._pair):
                 await _together([step(probe) for probe in probes])
@@ -101,7 +106,9 @@ class Canary:
                 await self._judge(epoch, probe, floor)
             return [(np.array(probe.dump.states), probe.sequence) for probe in probes if probe.dump is not None]
         finally:
-            await asyncio.to_thread(self._discard, probes)
+            for probe in probes:
+                self.outstanding.settle(probe.marker)  # what it leaves, or brings yet, is swept
+            await asyncio.to_thread(self._discard, epoch, probes)
 
     def _beyond(self, found: NDArray[np.uint16], wanted: NDArray[np.uint16]) -> tuple[float, ...]:
         """For each state, the share of its rows that lie further apart than the tolerance."""
@@ -129,12 +136,15 @@ class Canary:
     async def _pair(self, probe: Probe) -> None:
         marker = probe.marker
         try:
-            async with asyncio.timeout(probe.timeout_s):
-                await self.dumps.arrival(marker)
+            try:
+                async with asyncio.timeout(probe.timeout_s):
+                    await self.dumps.arrival(marker)
+            except TimeoutError:
+                # Where hsx itself stood still, the deadline passed before anybody looked: the file's existence is the truth.
+                if str(marker) not in self.dumps.names():
+                    evidence = f"{marker} was answered and brought no dump in {probe.timeout_s:.0f} s"
+                    raise CanaryError("capture_off", Violation("published", evidence)) from None
             probe.dump = self.dumps.open(marker)
-        except TimeoutError:
-            evidence = f"{marker} was answered and brought no dump in {probe.timeout_s:.0f} s"
-            raise CanaryError("capture_off", Violation("published", evidence)) from None
         except SampleError as error:
             raise CanaryError("capture_off", Violation("published", f"{marker}: {error.message}")) from error
 
@@ -175,11 +185,12 @@ class Canary:
             self._reference[key] = np.frombuffer(base64.b85decode(recorded), dtype=np.uint16).reshape(states.shape)
         return self._reference[key]
 
-    def _discard(self, probes: list[Probe]) -> None:
+    def _discard(self, epoch: LiveEpoch, probes: list[Probe]) -> None:
         for probe in probes:
             if probe.dump is not None:
                 probe.dump.close()
-            self.dumps.remove(probe.marker)
+            if epoch.counter.knows(probe.marker):  # the sweeper notes the numbers of others, before their files go
+                self.dumps.remove(probe.marker)
 
 
 @dataclass(slots=True)

@@ -72,11 +72,13 @@ class Gate:
                 while (report := self.dumps.report()) is None:
                     await self.clock.sleep(0.05)
         except TimeoutError:
+            report = self.dumps.report()  # hsx itself may have been stopped, and has not looked for long
+        if report is None:
             raise EngineError(
                 "capture_off",
                 "the capture plugin wrote no report: hsx is not installed in the server's environment, or its hooks failed; "
                 "see the server's log for lines with 'hsx'",
-            ) from None
+            )
         return report
 
     def _check_report(self, record: EpochRecord, report: CaptureReport) -> None:

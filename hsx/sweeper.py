@@ -95,8 +95,11 @@ class Sweeper:
 
     def settled(self) -> list[Marker]:
         """Markers of this run, canaries aside, that have a dump and no attempt under way."""
+        return [marker for marker in self._settled() if not marker.canary]
+
+    def _settled(self) -> list[Marker]:
         standings = map(self._outstanding.standing, self._dumps.names())
-        return [m for standing, m in standings if standing is Standing.SETTLED and m is not None and not m.canary]
+        return [marker for standing, marker in standings if standing is Standing.SETTLED and marker is not None]
 
     def unseen(self, epoch: LiveEpoch) -> int:
         """Dumps of this run, canaries included, that are there and were not noted."""
@@ -118,8 +121,11 @@ class Sweeper:
             await self.sweep(await ready())
 
     async def sweep(self, epoch: LiveEpoch) -> None:
-        """Removes every dump of this run whose attempt is over."""
-        for marker in self.settled() if self._may_sweep else []:
+        """Removes every dump of this run whose attempt is over, and those of canaries that nobody waits for any more."""
+        for marker in self._settled() if self._may_sweep else []:
+            if marker.canary:
+                await self.drop(epoch, marker)
+                continue
             known = await self._ledger.attempts_of(marker.index)
             if known is None or marker.attempt > known[1].attempt or marker.tokens != known[1].sample.tokens:
                 evidence = f"a dump of {marker} appeared, which was never sent; expected markers of this run's attempts only"

@@ -127,6 +127,7 @@ class Wiring:
             telemetry,
         )
         self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
+        self._outstanding = Outstanding(ledger.run)
         canary = self._make_canary()
         self._suspects = Suspects(ledger, telemetry)
         self.writer = Writer(
@@ -145,7 +146,6 @@ class Wiring:
         self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
         self.supervisor = self._make_supervisor(clock, canary)
         self.watchdog = self._make_watchdog(clock, canary)
-        self._outstanding = Outstanding(ledger.run)
         self.sweeper = Sweeper(ledger.run, self._outstanding, self.dumps, ledger, clock, self.watchdog.count)
         self.pipeline = self._make_pipeline(clock)
 
@@ -164,6 +164,7 @@ class Wiring:
             client=self.client,
             dumps=self.dumps,
             ledger=self._ledger,
+            outstanding=self._outstanding,
             measure=self._measure,
             distances=row_distances,
         )
