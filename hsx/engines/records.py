@@ -50,11 +50,6 @@ def look_up(dump_dir: Path) -> Records:
     return Records(tuple(living), tuple(lost), tuple(unreadable))
 
 
-def lost_epochs(dump_dir: Path) -> dict[str, str]:
-    """The epochs of a dump directory whose server is not there any more, with the sentence that says how this is known."""
-    return {record.epoch: why for record, why in look_up(dump_dir).lost}
-
-
 def bystander(record: EpochRecord, dump_dir: Path) -> str:
     """The sentence about a living server that is not the one in use."""
     return (

@@ -16,7 +16,7 @@ import pytest
 
 from hsx.engines.external import ExternalOwner, find_server
 from hsx.engines.process import boot_id, environment, mismatch, process_alive, start_ticks
-from hsx.engines.records import lost_epochs
+from hsx.engines.records import look_up
 from hsx.errors import EngineError
 from hsx.testing.idle_server import record_of, write_record
 
@@ -74,7 +74,8 @@ def test_process_that_is_gone(tmp_path: Path, changes: dict[str, Any], sentence:
     assert record.epoch in message
     assert f"pid {record.pid}" in message
     assert re.search(sentence, message)
-    assert re.fullmatch(sentence, lost_epochs(tmp_path)[record.epoch])
+    ((_, why),) = look_up(tmp_path).lost
+    assert re.fullmatch(sentence, why)
 
 
 @contextmanager
