@@ -168,6 +168,18 @@ async def test_odd_dumps_that_harm_no_sample_are_told_apart_and_counted(
         assert any(words in row.evidence for row in ledger.violations())
 
 
+async def test_what_a_run_that_is_over_left_in_the_folder_is_no_other_job(
+    job_of: Callable[..., TinyJob], server: RunningServer
+) -> None:
+    """A job that is done before the watchdog's first look is judged by what lay there before, too."""
+    job = job_of(samples=4)
+    (server.folder / "hsx1-deadbeef-0-1-5.safetensors").touch()
+    await server.fault("sequence_gap", count=1, match="-3-1-")
+    assert (await job.run()).committed == 4
+    with job.ledger() as ledger:
+        assert ledger.violations_by_invariant() == {"sequence": 1}
+
+
 @pytest.mark.parametrize("fault", ["sequence_reset", "sequence_repeat"])
 async def test_a_counter_that_goes_back_or_repeats_voids_the_epoch(job: TinyJob, fault: str) -> None:
     async with job.server() as server:
