@@ -90,7 +90,8 @@ class Canary:
         Raises as `check`.
         """
         ((states, _),) = await self._bring(epoch, [ids])
-        return fingerprint(self._beyond(stored, states), self.tolerance)
+        # A sample may have half a gigabyte of states: not on the event loop.
+        return fingerprint(await asyncio.to_thread(self._beyond, stored, states), self.tolerance)
 
     async def _bring(self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]]) -> list[tuple[NDArray[np.uint16], int]]:
         """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers."""
@@ -104,7 +105,8 @@ class Canary:
                 await _together([step(probe) for probe in probes])
             for probe in probes:
                 await self._judge(epoch, probe, floor)
-            return [(np.array(probe.dump.states), probe.sequence) for probe in probes if probe.dump is not None]
+            dumps = [(probe.dump, probe.sequence) for probe in probes if probe.dump is not None]
+            return [(await asyncio.to_thread(np.array, dump.states), sequence) for dump, sequence in dumps]
         finally:
             for probe in probes:
                 self.outstanding.settle(probe.marker)  # what it leaves, or brings yet, is swept

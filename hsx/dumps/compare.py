@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SMALLEST = np.float32(1e-30)
+_BLOCK = 256
+"""Tokens that are compared at once: float32 copies of a whole long sample would take gigabytes."""
 
 
 def row_distances(found: NDArray[np.uint16], wanted: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -25,9 +27,12 @@ def row_distances(found: NDArray[np.uint16], wanted: NDArray[np.uint16]) -> NDAr
     Returns:
         float32 [tokens, L].
     """
-    ours, theirs = _float32(found), _float32(wanted)
-    norms = np.maximum(np.linalg.norm(theirs, axis=-1), _SMALLEST)
-    return np.asarray(np.linalg.norm(ours - theirs, axis=-1) / norms, dtype=np.float32)
+    distances = np.empty(found.shape[:2], dtype=np.float32)
+    for at in range(0, len(found), _BLOCK):
+        ours, theirs = _float32(found[at : at + _BLOCK]), _float32(wanted[at : at + _BLOCK])
+        norms = np.maximum(np.linalg.norm(theirs, axis=-1), _SMALLEST)
+        distances[at : at + _BLOCK] = np.linalg.norm(ours - theirs, axis=-1) / norms
+    return distances
 
 
 def _float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
