@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hsx.core.invariants import Evidence, Parting, Violation, fingerprint, judge_answer, judge_dump, twins
+from hsx.core.invariants import INVARIANTS, Evidence, Parting, Violation, fingerprint, judge_answer, judge_dump, twins
 from hsx.core.marker import Marker
 from hsx.errors import EngineError, SampleError
 from hsx.violated import CanaryError
@@ -159,7 +159,10 @@ class Canary:
         evidence = Evidence(marker, epoch.id, self.spec, self.shape.hidden_size, dump.header, content)
         violation = judge_answer(marker, answer) or judge_dump(evidence) or epoch.counter.note(probe.sequence, marker, floor)
         if violation is not None:
-            raise CanaryError("capture_off", Violation(violation.invariant, f"{marker}: {violation.evidence}"))
+            # Another start does not mend a capture that is of other rows; what is in them, or a counter, it may.
+            mendable = violation.invariant == "sequence" or INVARIANTS[violation.invariant].group == "content"
+            kind = "canary_failed" if mendable else "capture_off"
+            raise CanaryError(kind, Violation(violation.invariant, f"{marker}: {violation.evidence}"))
 
     async def _compare(self, one: NDArray[np.uint16], two: NDArray[np.uint16], shared: int, ids: NDArray[np.int32]) -> None:
         apart = self.distances(one, two)

@@ -79,3 +79,15 @@ def job_run(job: TinyJob) -> str:
     """The job's run id."""
     with job.ledger() as ledger:
         return ledger.run
+
+
+async def test_a_first_canary_with_a_broken_row_costs_a_restart_and_not_the_run(
+    job_of: Callable[..., TinyJob], server: RunningServer
+) -> None:
+    job = job_of()
+    await server.fault("nan_row", count=1, match="-c2-")
+    outcome = await job.run()
+    assert (outcome.committed, outcome.restarts) == (SAMPLES, 1)
+    with job.ledger() as ledger:
+        assert [row.invariant for row in ledger.violations()] == ["finite"]
+    assert wrong_samples(job.loaded) == []
