@@ -112,6 +112,9 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
             anything_left = (await ledger.counts()).pending or await ledger.unvouched()
             interrupted = await run.run() if anything_left else False
+            unvouched = await ledger.unvouched()
+            if unvouched:
+                telemetry.log.warning("run.unvouched", epochs=unvouched)
             return _outcome(loaded, telemetry, await ledger.counts(), interrupted=interrupted)
         except BaseExceptionGroup as group:
             raise _deepest(group) from group

@@ -33,6 +33,10 @@ EVENTS: Final[dict[str, tuple[Level, str]]] = {
     "status.listening": ("info", "the status endpoint is up; url"),
     "run.draining": ("info", "a signal came: no new samples, what is in flight is finished; signal, attempts in flight"),
     "run.forced": ("warning", "a second signal came: the run ends now; what was not committed is done again"),
+    "run.unvouched": (
+        "warning",
+        "the run ends, and no canary stands behind the last samples of these epochs: run the job again; epochs",
+    ),
     PER_SAMPLE: ("info", "one sample is durable: the canonical line, with marker, epoch, sequence, root and timings"),
     "attempt.failed": ("warning", "an attempt failed by the sample's own fault and will be repeated; marker, reason, evidence"),
     "sample.quarantined": ("error", "an attempt failed for good; marker, reason, evidence"),

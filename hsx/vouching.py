@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hsx.ports import Clock, CommittedRow, Ledger, Observer
     from hsx.suspects import Suspects
 
+WRONG_STATES = frozenset({"twins", "fingerprint"})
 TRIES = 5
 LAST = 64
 TELLING_TOKENS = 16
@@ -185,6 +186,9 @@ class Vouching:
                 await self._clock.sleep(RETRY_S)
         if self._open is not None and self._open.is_void:
             await self._ended.wait()  # what its end means for samples is being found out
+        for gone, invariant, evidence in await self._ledger.overdue():
+            # Its canary failed while the epoch was ending for another reason.
+            await self._revoke(gone, Violation(invariant, evidence))
         if (self._open is None or self._open.is_void) and await self._ledger.unvouched():
             await _either(ready(), self._drained.wait())
         revoked, self._revoked = self._revoked, False
@@ -207,7 +211,12 @@ class Vouching:
         return True
 
     async def failed_at_boot(self, epoch: LiveEpoch, error: CanaryError) -> None:
-        """The canary at the boot gate failed: what an earlier life of hsx had from this server is in doubt."""
+        """The canary at the boot gate failed: what an earlier life of hsx had from this server is in doubt.
+
+        A server whose states are not its prompts' is not asked again: a later canary may miss what this one saw.
+        """
+        if error.violation.invariant in WRONG_STATES:
+            await self._ledger.epoch_began(epoch.record)
         await self._take_back(epoch.id, error.violation)
         await self._ledger.epoch_ended(epoch.id, error.violation.invariant, error.violation.evidence)
 

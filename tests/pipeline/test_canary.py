@@ -100,9 +100,12 @@ async def test_a_server_with_other_weights_is_not_used(tmp_path: Path) -> None:
     config = job.loaded.config
     other = tiny_config(tmp_path / "other", seed=7)
     async with reference_server(job.loaded.dump_dir, LAYERS, model=other, port=config.engine.port):
-        with pytest.raises(RunError, match="fingerprint: state 0 of the fixed prompt") as caught:
-            await job.run()
-    assert caught.value.kind == "restart_budget"
+        for _ in range(2):  # in this run and in the next
+            with pytest.raises(RunError, match="voided for fingerprint") as caught:
+                await job.run()
+            assert caught.value.kind == "epoch_void"
+    with job.ledger() as ledger:
+        assert any("state 0 of the fixed prompt" in row.evidence for row in ledger.violations())
     assert wrong_samples(job.loaded) == []
     async with job.server():
         assert (await job.run()).committed == SAMPLES
