@@ -53,7 +53,7 @@ types:
 	$(BIN)/mypy
 
 fast:
-	$(BIN)/python -m pytest -m 'not slow and not sglang' -q
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not sglang' -q
 
 format:  ## formats the code
 	$(BIN)/ruff check --fix .

@@ -35,8 +35,12 @@ SETTLE_S = 60.0
 class Consequences(Protocol):
     """What the beginning and end of epochs mean for samples."""
 
+    async def passed(self, epoch: LiveEpoch) -> None:
+        """It passed the boot gate, and may be asked for what is to be done before its own work. Raises EngineError."""
+        ...
+
     async def began(self, epoch: LiveEpoch) -> None:
-        """The epoch passed the boot gate."""
+        """It is on record, and ready."""
         ...
 
     async def failed_at_boot(self, epoch: LiveEpoch, error: CanaryError) -> None:
@@ -210,6 +214,7 @@ class Supervisor:
             await parts.consequences.failed_at_boot(epoch, error)
             raise
         await parts.on_report(report)
+        await parts.consequences.passed(epoch)
         continued = await parts.ledger.epoch_began(record)
         await parts.consequences.began(epoch)
         return epoch, continued

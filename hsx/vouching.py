@@ -95,14 +95,14 @@ class Vouching:
         if self._every and self._unvouched >= self._every:
             self._due.set()
 
-    async def began(self, epoch: LiveEpoch) -> None:
-        """A server passed the boot gate: its canary vouches for what an earlier life of hsx had from it.
-
-        And it helps to vouch for servers that are gone. Raises as `Canary.check`.
-        """
-        await self._vouch(epoch, epoch.vouched)
+    async def passed(self, epoch: LiveEpoch) -> None:
+        """A server passed the boot gate: it is asked to vouch for those that are gone. Raises EngineError."""
         for gone in await self._ledger.unvouched(but=epoch.id):
             await self._vouch_for_the_dead(epoch, gone)
+
+    async def began(self, epoch: LiveEpoch) -> None:
+        """An epoch begins: the canary at its boot vouches for what an earlier life of hsx had from its server."""
+        await self._vouch(epoch, epoch.vouched)
         self._unvouched = 0
         self._open = epoch
         self._ended.clear()
