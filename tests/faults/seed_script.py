@@ -9,6 +9,7 @@ Started again, it goes on after the last sample that it saved. Kept because it i
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 import urllib.request
@@ -21,7 +22,8 @@ from hsx.core.dump import SUFFIX
 from hsx.core.marker import Marker
 from hsx.dumps.reader import MappedDump
 
-RUN = "5eed5eed"
+RUN = secrets.token_hex(4)
+"""Of its own at each start: a request that was sent before the kill and is sent again makes another dump, as it did there."""
 
 
 def numbered(folder: Path, number: int) -> np.ndarray:
