@@ -10,17 +10,18 @@ import asyncio
 import base64
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hsx.core.invariants import INVARIANTS, Evidence, Parting, Violation, fingerprint, judge_answer, judge_dump, twins
 from hsx.core.marker import Marker
 from hsx.errors import EngineError, SampleError
+from hsx.tasks import together
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -102,7 +103,7 @@ class Canary:
             self.outstanding.add(probe.marker)
         try:
             for step in (self._ask, self._pair):
-                await _together([step(probe) for probe in probes])
+                await together([step(probe) for probe in probes])
             for probe in probes:
                 await self._judge(epoch, probe, floor)
             dumps = [(probe.dump, probe.sequence) for probe in probes if probe.dump is not None]
@@ -217,14 +218,3 @@ class Probe:
     answer: Answer | None = None
     dump: Dump | None = None
     sequence: int = 0
-
-
-async def _together(steps: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs the steps at once; the first error ends the others and is raised by itself."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

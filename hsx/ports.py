@@ -406,7 +406,7 @@ class Observer(Protocol):
         """A server passed the boot gate."""
         ...
 
-    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int = 0, nbytes: int = 0) -> None:
+    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int, nbytes: int) -> None:
         """Committed samples were taken back, with so many tokens and bytes of shards: no sound canary vouches for them."""
         ...
 

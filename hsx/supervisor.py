@@ -9,16 +9,17 @@ import asyncio
 import random
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hsx.core.invariants import Violation
 from hsx.core.lifecycle import Event, State, step
 from hsx.epoch import LiveEpoch
 from hsx.errors import EngineError, RunError
+from hsx.tasks import first
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from hsx.core.epoch import CaptureReport, EpochRecord
     from hsx.core.restart import RestartPolicy
@@ -201,7 +202,7 @@ class Supervisor:
         record = await self._start()
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await _first(self._answering(), self._ended())
+                await first(self._answering(), self._ended())
         except TimeoutError:
             raise EngineError(
                 "server_start_failed",
@@ -248,7 +249,7 @@ class Supervisor:
         async def died() -> Violation:
             return Violation("alive", await self._parts.owner.ended())
 
-        violation = await _first(epoch.voided(), died())
+        violation = await first(epoch.voided(), died())
         epoch.void(violation, suspect=True)
         return violation
 
@@ -271,15 +272,3 @@ class Supervisor:
     def _go(self, event: Event, reason: str = "") -> None:
         self._state = step(self._state, event)
         self._parts.observer.engine_state(self._state, reason)
-
-
-async def _first(*steps: Coroutine[Any, Any, T]) -> T:
-    """The result of the step that ends first, or its error; the others are cancelled."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task in done).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -176,7 +176,7 @@ class Telemetry:
         self._epoch = {"id": epoch, "continued": continued, "count": self._epoch["count"] + 1}
         self.log.info("epoch.began", epoch=epoch, continued=continued)
 
-    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int = 0, nbytes: int = 0) -> None:
+    def samples_revoked(self, epoch: str, invariant: str, evidence: str, count: int, tokens: int, nbytes: int) -> None:
         """Committed samples, `count` of them, were taken back with their tokens and the bytes of their shards."""
         self._revoked.update(samples=count, tokens=tokens, bytes=nbytes)
         self._remember(invariant, f"samples revoked: {count}; {evidence}", "")

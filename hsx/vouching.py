@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hsx.core.invariants import Violation
 from hsx.errors import EngineError, RunError
+from hsx.tasks import first
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class Vouching:
             # Its canary failed while the epoch was ending for another reason.
             await self._revoke(gone, Violation(invariant, evidence))
         if (self._open is None or self._open.is_void) and await self._ledger.unvouched():
-            await _either(ready(), self._drained.wait())
+            await first(ready(), self._drained.wait())
         revoked, self._revoked = self._revoked, False
         return not revoked
 
@@ -243,13 +244,3 @@ class Vouching:
             await self._store.revoke(rows)
             tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
             self._observer.samples_revoked(epoch, violation.invariant, violation.evidence, len(rows), tokens, nbytes)
-
-
-async def _either(*steps: Coroutine[Any, Any, object]) -> None:
-    """Returns when one of the steps has ended; the others are cancelled."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

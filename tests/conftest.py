@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hsx.testing.servers import RunningServer, running_reference, tiny_config
 from hsx.testing.smollm2 import fetch_gguf, prepare
+from hsx.testing.tiny_job import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +51,21 @@ def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if (prepared / "config.json").is_file():
         return prepared
     return prepare(tmp_path_factory.mktemp("smollm2") / "model", request.getfixturevalue("smollm2_gguf"))
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for all tests of a module, as one server serves many runs."""
+    folder = tmp_path_factory.mktemp("server")
+    with running_reference(folder / "dumps", LAYERS, model=tiny_config(folder / "model"), chunk=32) as server:
+        yield server
+
+
+@pytest.fixture
+async def server(shared_server: RunningServer) -> RunningServer:
+    """The shared server, without faults."""
+    await shared_server.clear_faults()
+    return shared_server
 
 
 @pytest.fixture

@@ -74,11 +74,11 @@ class SGLangJob:
         return lambda loaded: wrong_by_hugging_face(loaded, judge, self.prompts)
 
 
-def interpreter() -> Path:
-    """The Python of the environment of SGLang 0.5.23. Without one, tests fail in CI and are skipped elsewhere."""
-    path = Path(os.environ.get("HSX_SGLANG_PYTHON") or REPOSITORY / ".venvs" / "sglang-0.5.23" / "bin" / "python")
+def interpreter(version: str = "0.5.23", variable: str = "HSX_SGLANG_PYTHON") -> Path:
+    """The Python of an SGLang environment. Without it, tests fail in CI and are skipped elsewhere."""
+    path = Path(os.environ.get(variable) or REPOSITORY / ".venvs" / f"sglang-{version}" / "bin" / "python")
     if not path.exists():
-        reason = f"no SGLang environment at {path}: run make setup, or set HSX_SGLANG_PYTHON"
+        reason = f"{path} is missing; run scripts/setup_sglang.sh {version}, or set {variable}"
         if os.environ.get("CI", "").lower() == "true":
             pytest.fail(reason)
         pytest.skip(reason)

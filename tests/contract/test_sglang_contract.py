@@ -6,8 +6,6 @@ skipped, except in CI, where that is a failure.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,33 +14,22 @@ from hsx.testing.capture_server import CPU_VARIABLES, START_S, CaptureServer
 from hsx.testing.engine_contract import EngineContract, Served
 from hsx.testing.reference_model import ReferenceModel
 from hsx.testing.servers import running
+from hsx.testing.sglang_job import interpreter
 from hsx.testing.tiny_models import make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT = Path(__file__).parents[2] / ".venvs" / "sglang-0.5.23" / "bin" / "python"
 CHUNK = 128
 CONTEXT = 2048
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def sglang_python() -> Path:
-    """The interpreter; skips, or fails in CI, where there is none."""
-    python = Path(os.environ.get("HSX_SGLANG_PYTHON", DEFAULT))
-    if not python.exists():
-        reason = f"no SGLang environment at {python}: run make setup, or set HSX_SGLANG_PYTHON"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return python
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the whole suite."""
-    python, folder = sglang_python(), tmp_path_factory.mktemp("sglang")
+    python, folder = interpreter(), tmp_path_factory.mktemp("sglang")
     model = make("llama", folder / "model")
     arguments = ["--context-length", str(CONTEXT)]
     capture = CaptureServer(python, folder, model, (1, 4, 7), arguments=arguments)

@@ -18,7 +18,7 @@ LIGHT_FOR_ALL = {"hsx", "hsx.errors", "hsx.ports", "hsx.config"}
 # but for the parts that may only use some.
 ORCHESTRATION = (
     *("pipeline", "writer", "supervisor", "watchdog", "gate", "admission", "epoch"),
-    *("canary", "vouching", "suspects", "sweeper", "violated"),
+    *("canary", "vouching", "suspects", "sweeper", "tasks", "violated"),
 )
 CONCRETE = {
     "hsx.dumps.directory",

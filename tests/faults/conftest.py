@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.testing.fault_matrix import Matrix
-from hsx.testing.servers import RunningServer, free_port, running_reference, tiny_config
-from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
+from hsx.testing.servers import RunningServer, free_port
+from hsx.testing.tiny_job import TinyJob, make_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hsx.testing.fault_matrix import Result
 
@@ -30,21 +30,6 @@ def matrix() -> Matrix:
 def seen(matrix: Matrix) -> Callable[..., Result]:
     """Reports a row: `seen(row, loaded, log=..., quarantined=..., restarts=..., events=...)`; see `Matrix.seen`."""
     return matrix.seen
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One reference engine for all tests of a module, as one server serves many runs."""
-    folder = tmp_path_factory.mktemp("server")
-    with running_reference(folder / "dumps", LAYERS, model=tiny_config(folder / "model"), chunk=32) as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: RunningServer) -> RunningServer:
-    """The shared server, without faults."""
-    await shared_server.clear_faults()
-    return shared_server
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,16 +27,6 @@ SAMPLES = 12
 TWINS = 2
 
 
-@pytest.fixture
-def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
-    """Makes a job for the shared server."""
-
-    def make(**options: Any) -> TinyJob:
-        return make_job(tmp_path, server=server, **options)
-
-    return make
-
-
 async def canaries_sent(job: TinyJob) -> int:
     """Takes the next canary's number, to tell how many there were."""
     ledger = SqliteLedger(job.loaded.state_dir / FILE_NAME)
@@ -47,8 +37,10 @@ async def canaries_sent(job: TinyJob) -> int:
 
 
 @pytest.mark.parametrize(("every", "least"), [(0, 2), (1, 3)])
-async def test_canaries_go_at_boot_at_intervals_and_at_the_end(job_of: Callable[..., TinyJob], every: int, least: int) -> None:
-    job = job_of(watchdog={"canary_every": every})
+async def test_canaries_go_at_boot_at_intervals_and_at_the_end(
+    served_job_of: Callable[..., TinyJob], every: int, least: int
+) -> None:
+    job = served_job_of(watchdog={"canary_every": every})
     outcome = await job.run()
     assert outcome.committed == SAMPLES
     sent = await canaries_sent(job)
@@ -159,9 +151,9 @@ async def test_who_else_writes_into_the_epoch_ends_it(tmp_path: Path, how: str) 
     ],
 )
 async def test_odd_dumps_that_harm_no_sample_are_told_apart_and_counted(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str, invariant: str, words: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str, invariant: str, words: str
 ) -> None:
-    job = job_of()
+    job = served_job_of()
     await server.fault(fault, count=1, match="-3-1-")
     outcome = await job.run()
     assert (outcome.committed, outcome.quarantined, outcome.restarts) == (SAMPLES, 0, 0)
@@ -172,10 +164,10 @@ async def test_odd_dumps_that_harm_no_sample_are_told_apart_and_counted(
 
 
 async def test_what_a_run_that_is_over_left_in_the_folder_is_no_other_job(
-    job_of: Callable[..., TinyJob], server: RunningServer
+    served_job_of: Callable[..., TinyJob], server: RunningServer
 ) -> None:
     """A job that is done before the watchdog's first look is judged by what lay there before, too."""
-    job = job_of(samples=4)
+    job = served_job_of(samples=4)
     (server.folder / "hsx1-deadbeef-0-1-5.safetensors").touch()
     await server.fault("sequence_gap", count=1, match="-3-1-")
     assert (await job.run()).committed == 4

@@ -6,19 +6,18 @@ Those of the fault matrix are in tests/faults.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from hsx.testing.tiny_job import TinyJob, make_job
 from hsx.testing.truth import wrong_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from hsx.app import Outcome
     from hsx.testing.servers import RunningServer
+    from hsx.testing.tiny_job import TinyJob
 
 # fault of the server -> what the ledger names as the reason; one strike, so a retry must mend it
 CAUGHT = {
@@ -36,16 +35,6 @@ CAUGHT = {
 }
 
 
-@pytest.fixture
-def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
-    """Makes a job for the shared server."""
-
-    def make(**options: Any) -> TinyJob:
-        return make_job(tmp_path, server=server, **options)
-
-    return make
-
-
 async def run_with(server: RunningServer, job: TinyJob, fault: str, *, count: int, match: str = "", strikes: int) -> Outcome:
     """Runs the job under a fault, and makes sure that the fault did strike."""
     before = Counter(await server.struck())
@@ -58,9 +47,9 @@ async def run_with(server: RunningServer, job: TinyJob, fault: str, *, count: in
 
 @pytest.mark.parametrize("fault", CAUGHT)
 async def test_a_fault_is_caught_named_and_mended_by_a_retry(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
 ) -> None:
-    job = job_of()
+    job = served_job_of()
     outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
     assert (outcome.committed, outcome.pending, outcome.quarantined) == (12, 0, 0)
     with job.ledger() as ledger:
@@ -70,9 +59,9 @@ async def test_a_fault_is_caught_named_and_mended_by_a_retry(
 
 @pytest.mark.parametrize("fault", ["dump_late", "slow"])
 async def test_what_is_odd_but_harmless_costs_nothing(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
 ) -> None:
-    job = job_of()
+    job = served_job_of()
     outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
     assert outcome.committed == 12
     with job.ledger() as ledger:
@@ -80,9 +69,9 @@ async def test_what_is_odd_but_harmless_costs_nothing(
 
 
 async def test_a_lasting_fault_is_quarantined_with_its_reason_and_the_rest_goes_on(
-    job_of: Callable[..., TinyJob], server: RunningServer
+    served_job_of: Callable[..., TinyJob], server: RunningServer
 ) -> None:
-    job = job_of()
+    job = served_job_of()
     outcome = await run_with(server, job, "wrong_ids", count=-1, match="-3-", strikes=3)
     assert (outcome.committed, outcome.pending, outcome.quarantined) == (11, 0, 1)
     with job.ledger() as ledger:
@@ -92,9 +81,9 @@ async def test_a_lasting_fault_is_quarantined_with_its_reason_and_the_rest_goes_
 
 
 async def test_a_dump_without_room_is_waited_out_and_held_against_nobody(
-    job_of: Callable[..., TinyJob], server: RunningServer
+    served_job_of: Callable[..., TinyJob], server: RunningServer
 ) -> None:
-    job = job_of()
+    job = served_job_of()
     outcome = await run_with(server, job, "enospc", count=1, match="-3-1-", strikes=1)
     assert (outcome.committed, outcome.quarantined) == (12, 0)
     with job.ledger() as ledger:

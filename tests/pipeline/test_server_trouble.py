@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,21 +17,11 @@ if TYPE_CHECKING:
     from hsx.testing.servers import RunningServer
 
 
-@pytest.fixture
-def job_of(tmp_path: Path, server: RunningServer) -> Callable[..., TinyJob]:
-    """Makes a job for the shared server."""
-
-    def make(**options: Any) -> TinyJob:
-        return make_job(tmp_path, server=server, **options)
-
-    return make
-
-
 @pytest.mark.parametrize(("fault", "reason"), [("http_500", "canary"), ("nan_row", "canary"), ("wrong_ids", "tokens_equal")])
 async def test_a_server_that_fails_everything_is_voided_before_any_sample_is_quarantined(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str, reason: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str, reason: str
 ) -> None:
-    job = job_of(samples=40, watchdog={"violations": 6})
+    job = served_job_of(samples=40, watchdog={"violations": 6})
     for sample in range(40):
         await server.fault(fault, count=-1, match=f"-{sample}-1-")
     await server.fault(fault, count=-1, match="-c3-")  # the canaries at boot, c1 and c2, pass
@@ -50,9 +40,9 @@ async def test_a_server_that_fails_everything_is_voided_before_any_sample_is_qua
 
 
 async def test_many_bad_samples_in_a_row_do_not_condemn_a_server_whose_canary_is_sound(
-    job_of: Callable[..., TinyJob], server: RunningServer
+    served_job_of: Callable[..., TinyJob], server: RunningServer
 ) -> None:
-    job = job_of(samples=20, watchdog={"violations": 4})
+    job = served_job_of(samples=20, watchdog={"violations": 4})
     for sample in range(5, 17):  # from 5 on, "-5-" is no attempt of another sample, nor of a canary
         await server.fault("nan_row", count=-1, match=f"-{sample}-")
     outcome = await job.run()
@@ -60,8 +50,8 @@ async def test_many_bad_samples_in_a_row_do_not_condemn_a_server_whose_canary_is
     assert wrong_samples(job.loaded) == []
 
 
-async def test_many_refusals_in_a_row_condemn_nobody(job_of: Callable[..., TinyJob], server: RunningServer) -> None:
-    job = job_of(samples=20, watchdog={"violations": 4})
+async def test_many_refusals_in_a_row_condemn_nobody(served_job_of: Callable[..., TinyJob], server: RunningServer) -> None:
+    job = served_job_of(samples=20, watchdog={"violations": 4})
     for sample in range(5, 17):
         await server.fault("http_400", count=-1, match=f"-{sample}-1-")
     outcome = await job.run()
@@ -70,9 +60,9 @@ async def test_many_refusals_in_a_row_condemn_nobody(job_of: Callable[..., TinyJ
 
 @pytest.mark.parametrize("fault", ["enospc", "http_503"])
 async def test_congestion_that_does_not_pass_ends_the_run_and_blames_no_sample(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
 ) -> None:
-    job = job_of(pipeline={"congestion_s": 0.5})
+    job = served_job_of(pipeline={"congestion_s": 0.5})
     await server.fault(fault, count=-1, match="-3-")
     with pytest.raises(RunError, match="no dump arrived for") as caught:
         await job.run()
@@ -84,8 +74,10 @@ async def test_congestion_that_does_not_pass_ends_the_run_and_blames_no_sample(
 
 
 @pytest.mark.parametrize("fault", ["http_500", "connection_reset_before"])
-async def test_a_failing_boot_canary_is_tried_again(job_of: Callable[..., TinyJob], server: RunningServer, fault: str) -> None:
-    job = job_of()
+async def test_a_failing_boot_canary_is_tried_again(
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+) -> None:
+    job = served_job_of()
     await server.fault(fault, count=1, match="-c1-")
     outcome = await job.run()
     assert (outcome.committed, outcome.restarts) == (12, 1)
@@ -93,9 +85,9 @@ async def test_a_failing_boot_canary_is_tried_again(job_of: Callable[..., TinyJo
 
 @pytest.mark.parametrize(("fault", "words"), [("dump_never", "brought no dump"), ("wrong_ids", "violates tokens_equal")])
 async def test_a_boot_canary_without_a_sound_dump_ends_the_run(
-    job_of: Callable[..., TinyJob], server: RunningServer, fault: str, words: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str, words: str
 ) -> None:
-    job = job_of(watchdog={"grace_s": 0.5}, pipeline={"dump_deadline_s": 0.5})
+    job = served_job_of(watchdog={"grace_s": 0.5}, pipeline={"dump_deadline_s": 0.5})
     await server.fault(fault, count=1, match="-c1-")
     with pytest.raises(RunError, match=words) as caught:
         await job.run()

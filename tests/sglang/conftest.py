@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,35 +11,25 @@ import torch
 from hsx.core.marker import Marker
 from hsx.testing import tiny_models
 from hsx.testing.huggingface import HuggingFace, relative_error
+from hsx.testing.sglang_job import interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-REPOSITORY = Path(__file__).parents[2]
 RUN = "5e1f0a2b"
-
-
-def interpreter(variable: str, version: str) -> Path:
-    """The Python of an SGLang environment. Without it the tests fail in CI and are skipped elsewhere."""
-    path = Path(os.environ.get(variable) or REPOSITORY / ".venvs" / f"sglang-{version}" / "bin" / "python")
-    if not path.exists():
-        reason = f"{path} is missing; run scripts/setup_sglang.sh {version}, or set {variable}"
-        if os.environ.get("CI", "").lower() == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    return interpreter("HSX_SGLANG_PYTHON", "0.5.23")
+    return interpreter()
 
 
 @pytest.fixture(scope="session")
 def sglang_python_0518() -> Path:
-    return interpreter("HSX_SGLANG_PYTHON_0518", "0.5.18")
+    return interpreter("0.5.18", "HSX_SGLANG_PYTHON_0518")
 
 
 @pytest.fixture(scope="session")
