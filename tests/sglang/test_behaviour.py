@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hsx.capture.report import read_norm
-from hsx.core.epoch import LOCK_NAME, STATE_NAME, record_from_json, state_from_json
+from hsx.core.epoch import LOCK_NAME, SHM_NAME, STATE_NAME, record_from_json, state_from_json
 from hsx.core.marker import Marker
 from hsx.engines.process import descendants, start_ticks
 from hsx.testing.capture_server import CaptureServer
@@ -46,7 +46,9 @@ def marker(index: int, tokens: int) -> Marker:
 
 
 def names(server: CaptureServer) -> set[str]:
-    return {path.name for path in server.dumps.iterdir()}
+    """The files of the epoch's folder that requests can make: `shm.json` is kept beside them by the processes above the server,
+    at any time."""
+    return {path.name for path in server.dumps.iterdir() if not path.name.startswith(SHM_NAME)}
 
 
 def test_record_and_report(server: CaptureServer, model: Path) -> None:
