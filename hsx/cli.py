@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rest and args.command != "serve":
         parser.error(f"{args.command} takes no arguments after --")
     try:
-        return int(importlib.import_module(f"hsx.commands.{args.command}").run(args))
+        try:
+            return int(importlib.import_module(f"hsx.commands.{args.command}").run(args))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at the interpreter's exit a reader that went away could only be complained of
     except HsxError as error:
         _report(error, args.verbose)
         return of_error(error)
