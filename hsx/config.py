@@ -149,6 +149,23 @@ class Pipeline(Section, frozen=True, kw_only=True):
     """Writer threads per root."""
 
 
+class Storage(Section, frozen=True, kw_only=True):
+    """How shards are written, and what is done for their safety."""
+
+    codec: Literal["none", "blosc", "zstd"] = "none"
+    """Compression of the inner chunks: `blosc` (lz4, bitshuffle) or `zstd`; a quarter less bytes for two to three times the
+    processor time. Fixed at the first run."""
+    durability: Literal["commit", "relaxed"] = "commit"
+    """`commit`: what is committed survives a power cut; `relaxed`: disks are synced now and then only, and after a power cut
+    the samples committed since the last time are read again, and extracted again where they are damaged."""
+    writer: Literal["hsx", "zarr"] = "hsx"
+    """`hsx`: hsx's own writer; `zarr`: zarr-python, slow, for comparison. Readers find the same arrays."""
+    on_missing_root: Literal["refuse", "go_on"] = "refuse"
+    """When a root cannot be used at the start: end the run, or go on with the others and leave its samples as they are."""
+    backup_seconds: NonNegative = 600
+    """Seconds between two copies of the ledger to every root, where it has changed; 0: none."""
+
+
 class Watchdog(Section, frozen=True, kw_only=True):
     """When the server counts as stalled or as not to be trusted, and how often it may be restarted."""
 
@@ -205,6 +222,7 @@ class Config(Section, frozen=True, kw_only=True):
     roots: Annotated[list[Root], Meta(min_length=1)]
     engine: Engine = Engine()
     pipeline: Pipeline = Pipeline()
+    storage: Storage = Storage()
     watchdog: Watchdog = Watchdog()
     status: Status = Status()
     log: Log = Log()

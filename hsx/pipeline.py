@@ -16,7 +16,7 @@ from hsx.core.invariants import Evidence, Violation, judge_answer, judge_dump
 from hsx.core.marker import Marker
 from hsx.core.policy import Action, on_failure
 from hsx.errors import EngineError, RunError, SampleError
-from hsx.ports import Commit
+from hsx.ports import Commit, Payload
 from hsx.violated import ViolatedError
 
 if TYPE_CHECKING:
@@ -234,11 +234,13 @@ class Pipeline:
         """Validates, writes and commits a dump; only then drops it from the dump directory."""
         writer, size = self._parts.writer, self._settings.shard_bytes(lease.sample.tokens)
         try:
-            await self._validate(marker, epoch, dump)
+            content = await self._validate(marker, epoch, dump)
             watch.lap("validate")
             epoch.check()
+            ids = self._parts.samples.input_ids(lease.sample.index)
+            payload = Payload(marker, epoch.id, dump.header.sequence, ids, dump.states, content.crcs, dump.source)
             while True:
-                receipt = await writer.write(lease.sample.index, marker, dump.states, size)
+                receipt = await writer.write(payload, size)
                 watch.lap("write")
                 entry = Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted)
                 if await writer.commit(entry):
@@ -252,14 +254,15 @@ class Pipeline:
     def _in_background(self, work: Callable[[], None]) -> None:
         asyncio.get_running_loop().run_in_executor(None, work)
 
-    async def _validate(self, marker: Marker, epoch: LiveEpoch, dump: Dump) -> None:
-        """Judges every invariant of the dump. Raises ViolatedError for the first that does not hold."""
+    async def _validate(self, marker: Marker, epoch: LiveEpoch, dump: Dump) -> Content:
+        """Judges every invariant of the dump; returns what was measured. Raises ViolatedError for the first that fails."""
         expected = self._parts.samples.input_ids(marker.index)
         content = await asyncio.to_thread(self._parts.measure, dump.states, dump.input_ids, expected)
         settings = self._settings
         violation = judge_dump(Evidence(marker, epoch.id, settings.spec, settings.hidden_size, dump.header, content))
         if violation is not None:
             raise ViolatedError(marker, violation)
+        return content
 
     # --- intake -----------------------------------------------------------------------------------------------------
 

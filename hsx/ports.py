@@ -217,6 +217,11 @@ class Dump(Protocol):
     """One published dump, mapped read-only."""
 
     @property
+    def source(self) -> tuple[int, int] | None:
+        """Descriptor of its file and the offset of `states` in it, open until `close`; None where it has no file."""
+        ...
+
+    @property
     def header(self) -> DumpHeader:
         """Its decoded header."""
         ...
@@ -295,6 +300,30 @@ class Dumps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """One sample's states, on their way to a root, with what their shard says of them.
+
+    Attributes:
+        marker: the attempt's marker; names the sample and its tokens.
+        epoch: the server's epoch.
+        sequence: the dump's capture number.
+        input_ids: int32 [tokens], the sample's ids.
+        states: bf16 bits, uint16 [tokens, L, H], C-contiguous; page-aligned for the best speed. Neither changed nor kept.
+        crcs: crc32c of the rows of each inner chunk, in order, taken when the states were judged; empty: to be reckoned. The
+            last one covers the real rows alone.
+        source: (descriptor, offset) of the file that `states` is a mapping of, for copies within the kernel; None: not known.
+    """
+
+    marker: Marker
+    epoch: str
+    sequence: int
+    input_ids: NDArray[np.int32]
+    states: NDArray[np.uint16]
+    crcs: tuple[int, ...] = ()
+    source: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What writing one shard gave.
 
@@ -321,8 +350,8 @@ class Root(Protocol):
         """Free bytes for an unprivileged user on its file system. Raises RunError `root_unusable`."""
         ...
 
-    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
-        """Writes the shard of sample `index` from bf16 bits [tokens, L, H].
+    def write(self, payload: Payload) -> Receipt:
+        """Writes the shard of sample `payload.marker.index`.
 
         Preallocates and writes a `.partial` file, fdatasync, rename to the final name. Durable only after `sync`. A shard
         already there (of an uncommitted attempt) is replaced.

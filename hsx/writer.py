@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.core.marker import Marker
-    from hsx.ports import Commit, CommittedRow, Ledger, Observer, Receipt, Root, Samples, View
+    from hsx.ports import Commit, CommittedRow, Ledger, Observer, Payload, Receipt, Root, Samples, View
 
 
 T = TypeVar("T")
@@ -80,13 +79,11 @@ class Writer:
         self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
         self._sync_threads = ThreadPoolExecutor(len(self._roots), "hsx-sync")
 
-    async def write(self, index: int, marker: Marker, states: NDArray[np.uint16], size: int) -> Receipt:
+    async def write(self, payload: Payload, size: int) -> Receipt:
         """Writes one shard on the root that placement chooses; goes to another root when one fails.
 
         Args:
-            index: sample index.
-            marker: the attempt's marker.
-            states: bf16 bits, [tokens, L, H]; read until this returns.
+            payload: the sample; its states are read until this returns.
             size: bytes of the shard file, for placement.
 
         Raises:
@@ -97,7 +94,7 @@ class Writer:
         while True:
             root = await self._place(size)
             try:
-                write = asyncio.get_running_loop().run_in_executor(self._threads[root.name], root.write, index, marker, states)
+                write = asyncio.get_running_loop().run_in_executor(self._threads[root.name], root.write, payload)
                 # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
                 return await _finish(write)
             except RunError as error:

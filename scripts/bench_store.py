@@ -35,6 +35,7 @@ from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
+from hsx.ports import Payload
 from hsx.stores.group import create_store
 from hsx.stores.root import attach_roots
 from hsx.testing.stores import random_states
@@ -98,6 +99,7 @@ def store(dumps: list[Path], root: ShardRoot, threads: int, *, judged: bool) -> 
     def one(path: Path) -> None:
         dump = MappedDump(path)
         marker = dump.header.marker
+        content = None
         if judged:
             content = measure(dump.states, dump.input_ids, np.arange(marker.tokens, dtype=np.int32))
             evidence = Evidence(
@@ -105,7 +107,8 @@ def store(dumps: list[Path], root: ShardRoot, threads: int, *, judged: bool) -> 
             )
             violation = judge_dump(evidence)
             assert violation is None, violation
-        root.write(marker.index, marker, dump.states)
+        crcs = content.crcs if content else ()
+        root.write(Payload(marker, EPOCH, dump.header.sequence, dump.input_ids, dump.states, crcs, dump.source))
         dump.close()
 
     with ThreadPoolExecutor(threads) as pool:

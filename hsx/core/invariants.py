@@ -55,6 +55,7 @@ class Content:
         zero_rows: count of all-zero rows (one token, one state); `zero_row_at` is the first one's (token, state).
         equal_states: pairs of states that are bit-equal over all tokens.
         constant_states: states whose rows are all equal; always empty for a single token.
+        crcs: crc32c of the rows of each inner chunk, in order: of the very bytes that were judged; empty where not reckoned.
     """
 
     ids_differ_at: int | None
@@ -65,6 +66,7 @@ class Content:
     zero_row_at: tuple[int, int] | None
     equal_states: tuple[tuple[int, int], ...]
     constant_states: tuple[int, ...]
+    crcs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,12 +59,19 @@ class MappedDump:
             except SampleError as error:
                 raise SampleError(error.kind, f"{path.name}: {error.message}") from error
             self._map: mmap.mmap | None = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
+        self._descriptor, self._start = descriptor, start
         header = self._header
         shape = (header.tokens, header.spec.states, header.hidden_size)
         self._states = np.frombuffer(self._map, np.uint16, header.states_bytes // 2, start).reshape(shape)
         self._ids = np.frombuffer(self._map, np.int32, header.tokens, header.data_bytes - header.tokens * ID_BYTES + start)
+
+    @property
+    def source(self) -> tuple[int, int] | None:
+        """Descriptor of the file and the offset of `states` in it; None once closed."""
+        return None if self._descriptor < 0 else (self._descriptor, self._start)
 
     @property
     def header(self) -> DumpHeader:
@@ -86,3 +93,10 @@ class MappedDump:
         self._states = np.empty((0, 0, 0), np.uint16)
         self._ids = np.empty(0, np.int32)
         self._map = None
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)

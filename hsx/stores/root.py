@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.layout import StoreLayout
-    from hsx.core.marker import Marker
-    from hsx.ports import Receipt
+    from hsx.ports import Payload, Receipt
 
 IDENTITY: Final = "hsx-root.json"
 
@@ -73,9 +72,9 @@ class ShardRoot:
             raise root_error(error, self._name, self._folder) from error
         return stat.f_bavail * stat.f_frsize
 
-    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
-        """Writes the shard of sample `index`; see `hsx.stores.shard.ShardWriter.write`."""
-        return self._writer.write(index, str(marker), states)
+    def write(self, payload: Payload) -> Receipt:
+        """Writes the shard of a sample; see `hsx.stores.shard.ShardWriter.write`."""
+        return self._writer.write(payload.marker.index, str(payload.marker), payload.states)
 
     def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
         """bf16 bits [tokens, L, H] of sample `index`, checked. Raises RunError `store_invalid`."""

@@ -16,7 +16,7 @@ from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView
 from hsx.testing.jobs import write_job
-from hsx.testing.stores import EPOCH, random_states
+from hsx.testing.stores import EPOCH, payload, random_states
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ async def _extract(loaded: LoadedConfig) -> None:
     for lease in leases[:3]:
         index, tokens = lease.sample.index, lease.sample.tokens
         marker = Marker(ledger.run, index, 1, tokens)
-        receipt = root.write(index, marker, random_states(rng, tokens, 3, 64))
+        receipt = root.write(payload(marker, random_states(rng, tokens, 3, 64)))
         root.sync()
         await ledger.commit([Commit(lease, marker, EPOCH, index + 1, receipt, {"request": 0.1}, adopted=False)])
         view.link(index, "a")

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.core.marker import Marker
-    from hsx.ports import Receipt, Root
+    from hsx.ports import Payload, Receipt, Root
 
 
 class FailingRoot:
@@ -42,10 +41,10 @@ class FailingRoot:
         self._pass("free")
         return self._root.free() - self.crowded
 
-    def write(self, index: int, marker: Marker, states: NDArray[np.uint16]) -> Receipt:
+    def write(self, payload: Payload) -> Receipt:
         """See the port."""
         self._pass("write")
-        return self._root.write(index, marker, states)
+        return self._root.write(payload)
 
     def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
         """See the port."""

@@ -10,7 +10,7 @@ import numpy as np
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
-from hsx.ports import CommittedRow, Row
+from hsx.ports import CommittedRow, Payload, Row
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.root import ShardRoot, attach_roots
 from hsx.stores.token_writer import TokenTableWriter
@@ -66,6 +66,12 @@ def random_states(rng: np.random.Generator, tokens: int, states: int, hidden_siz
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
+def payload(marker: Marker, states: NDArray[np.uint16], input_ids: NDArray[np.int32] | None = None) -> Payload:
+    """A payload as the pipeline would make it of a dump with these states; ids default to 0, 1, 2..."""
+    ids = np.arange(len(states), dtype=np.int32) if input_ids is None else input_ids
+    return Payload(marker, EPOCH, marker.index + 1, ids, states)
+
+
 def build_store(
     folder: Path,
     states: Sequence[NDArray[np.uint16]],
@@ -107,7 +113,7 @@ def build_store(
     for index, sample_states in enumerate(states[:committed]):
         root = shard_roots[index % len(shard_roots)]
         marker = Marker(RUN, index, 1, len(sample_states))
-        receipt = root.write(index, marker, sample_states)
+        receipt = root.write(payload(marker, sample_states, ids[index]))
         view.link(index, root.name)
         rows.append(
             CommittedRow(

@@ -23,7 +23,7 @@ from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView, visible
 from hsx.telemetry import Telemetry
 from hsx.testing.roots import FailingRoot
-from hsx.testing.stores import random_states
+from hsx.testing.stores import payload, random_states
 from hsx.testing.truth import wrong_samples
 from hsx.writer import Writer, WriterSettings
 
@@ -74,7 +74,7 @@ class Bench:
         """Writes and commits one sample; returns its root."""
         marker = Marker(self.ledger.run, lease.sample.index, lease.attempt, TOKENS)
         states = random_states(self.rng, TOKENS, 2, 8)
-        receipt = await self.writer.write(lease.sample.index, marker, states, self.layout.file_bytes(TOKENS))
+        receipt = await self.writer.write(payload(marker, states), self.layout.file_bytes(TOKENS))
         assert await self.writer.commit(Commit(lease, marker, epoch, sequence, receipt, {}, adopted=False))
         return receipt.root
 
@@ -192,7 +192,7 @@ async def test_a_run_begins_with_the_revocation_that_a_killed_one_had_not_come_t
     places = {root.name: root for root in roots}
     for row in doubtful:
         states = random_states(np.random.default_rng(0), row.tokens, store.layout.states, store.layout.hidden_size)
-        places[row.root].write(row.index, Marker(job_run, row.index, 1, row.tokens), states)
+        places[row.root].write(payload(Marker(job_run, row.index, 1, row.tokens), states))
     assert wrong_samples(job.loaded) == sorted(row.index for row in doubtful)
     async with job.server():
         outcome = await job.run()

@@ -21,7 +21,7 @@ from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView
 from hsx.telemetry import Telemetry
 from hsx.testing.roots import FailingRoot
-from hsx.testing.stores import random_states
+from hsx.testing.stores import payload, random_states
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Bench:
     async def write(self, lease: Lease) -> Receipt:
         """Writes one sample's shard."""
         states = random_states(self.rng, TOKENS, 2, 8)
-        return await self.writer.write(lease.sample.index, self.marker(lease), states, self.layout.file_bytes(TOKENS))
+        return await self.writer.write(payload(self.marker(lease), states), self.layout.file_bytes(TOKENS))
 
     def marker(self, lease: Lease) -> Marker:
         """The marker of a lease."""
@@ -153,7 +153,7 @@ async def test_a_root_that_fails_to_discard_undoes_no_commit(bench: Bench) -> No
 
 async def test_a_copy_left_on_another_root_goes_when_the_sample_is_committed(bench: Bench) -> None:
     (lease,) = await bench.ledger.acquire(1)
-    bench.roots["b"].write(lease.sample.index, bench.marker(lease), random_states(bench.rng, TOKENS, 2, 8))
+    bench.roots["b"].write(payload(bench.marker(lease), random_states(bench.rng, TOKENS, 2, 8)))
     bench.roots["b"].crowded = 1 << 30
     receipt = await bench.write(lease)
     assert receipt.root == "a"

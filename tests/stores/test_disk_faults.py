@@ -19,7 +19,7 @@ from hsx.errors import RunError
 from hsx.stores.group import create_store
 from hsx.stores.root import attach_roots
 from hsx.stores.shard_reader import ShardFile
-from hsx.testing.stores import random_states
+from hsx.testing.stores import payload, random_states
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,10 +32,10 @@ SPEC = CaptureSpec((1, 2), "post_norm")
 def test_full_disk_is_found_before_the_first_byte(tmp_path: Path, small_disk: Path) -> None:
     _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"small": small_disk})
     assert root.free() < 2 * LAYOUT.file_bytes(640) + (1 << 16)
-    root.write(0, Marker("deadbeef", 0, 1, 640), STATES)
+    root.write(payload(Marker("deadbeef", 0, 1, 640), STATES))
     before = root.free()
     with pytest.raises(RunError, match=r"root small: no space for .*c\.1\.0\.0\.0\.hsx1-deadbeef-1-1-640\.partial") as error:
-        root.write(1, Marker("deadbeef", 1, 1, 640), STATES)
+        root.write(payload(Marker("deadbeef", 1, 1, 640), STATES))
     assert error.value.kind == "roots_full"
     assert root.free() == before
     assert sorted(path.name for path in root.folder.iterdir()) == ["c.0.0.0.0", "hsx-root.json", "zarr.json"]
@@ -47,7 +47,7 @@ def test_read_only_disk_is_unusable(tmp_path: Path, small_disk: Path) -> None:
     _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"small": small_disk})
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(RunError, match="EROFS") as error:
-        root.write(0, Marker("deadbeef", 0, 1, 640), STATES)
+        root.write(payload(Marker("deadbeef", 0, 1, 640), STATES))
     assert error.value.kind == "root_unusable"
 
 
@@ -63,12 +63,13 @@ from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import open_store
 from hsx.stores.root import attach_roots
+from hsx.testing.stores import payload
 info = open_store(sys.argv[1])
 _, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    root.write(0, Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16))
+    root.write(payload(Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16)))
 except RunError as error:
     print(error.kind, error.message)
 """
@@ -91,6 +92,7 @@ import numpy as np
 from hsx.core.marker import Marker
 from hsx.stores.group import open_store
 from hsx.stores.root import attach_roots
+from hsx.testing.stores import payload
 info = open_store(sys.argv[1])
 _, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
 states = np.ones((640, 3, 128), np.uint16)
@@ -98,7 +100,7 @@ def write_for_ever(index):
     attempt = 0
     while True:
         attempt += 1
-        root.write(index, Marker("deadbeef", index, attempt, 640), states)
+        root.write(payload(Marker("deadbeef", index, attempt, 640), states))
 for index in range(4):
     threading.Thread(target=write_for_ever, args=(index,), daemon=True).start()
 print("writing", flush=True)
@@ -127,8 +129,8 @@ threading.Event().wait()
 def test_second_attempt_replaces_the_first(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     _, (root,) = attach_roots(create_store(tmp_path / "store", LAYOUT, SPEC, {}), {"a": tmp_path / "a"})
-    root.write(3, Marker("deadbeef", 3, 1, 640), np.ones_like(STATES))
-    root.write(3, Marker("deadbeef", 3, 2, 640), STATES)
+    root.write(payload(Marker("deadbeef", 3, 1, 640), np.ones_like(STATES)))
+    root.write(payload(Marker("deadbeef", 3, 2, 640), STATES))
     root.sync()
     with ShardFile(root.folder / "c.3.0.0.0", LAYOUT, 640) as shard:
         assert np.array_equal(shard.read(), STATES)
@@ -151,9 +153,10 @@ from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import open_store
 from hsx.stores.root import attach_roots
+from hsx.testing.stores import payload
 _, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
 try:
-    root.write(0, Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16))
+    root.write(payload(Marker("deadbeef", 0, 1, 640), np.ones((640, 3, 128), np.uint16)))
 except RunError as error:
     print(error.kind, error.message)
 """
@@ -181,9 +184,10 @@ import numpy as np
 from hsx.core.marker import Marker
 from hsx.stores.group import open_store
 from hsx.stores.root import attach_roots
+from hsx.testing.stores import payload
 _, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
 states = np.arange(640 * 3 * 128, dtype=np.uint32).astype(np.uint16).reshape(640, 3, 128)
-print(root.write(0, Marker("deadbeef", 0, 1, 640), states).nbytes)
+print(root.write(payload(Marker("deadbeef", 0, 1, 640), states)).nbytes)
 """
     partial = root.folder / "c.0.0.0.0.hsx1-deadbeef-0-1-640.partial"
     inject = [

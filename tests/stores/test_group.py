@@ -20,7 +20,7 @@ from hsx.stores.bfloat16 import BFloat16
 from hsx.stores.group import create_store, open_store, read_final_norm, record_final_norm
 from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView
-from hsx.testing.stores import build_store, random_states
+from hsx.testing.stores import build_store, payload, random_states
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,7 +164,7 @@ def test_vanished_root_fails_every_operation(tmp_path: Path) -> None:
     states = random_states(np.random.default_rng(0), 5, 3, 8)
     root = build_store(tmp_path, [states], roots=["a"]).roots[0]
     (tmp_path / "a").rename(tmp_path / "gone")
-    for operation in (root.free, root.sync, root.sweep, lambda: root.write(0, Marker("deadbeef", 0, 2, 5), states)):
+    for operation in (root.free, root.sync, root.sweep, lambda: root.write(payload(Marker("deadbeef", 0, 2, 5), states))):
         with pytest.raises(RunError, match=r"root a: .*ENOENT") as error:
             operation()
         assert error.value.kind == "root_unusable"

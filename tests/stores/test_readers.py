@@ -20,7 +20,7 @@ from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import record_final_norm
 from hsx.stores.reader import Store
-from hsx.testing.stores import BuiltStore, build_store, random_bits, random_states
+from hsx.testing.stores import BuiltStore, build_store, payload, random_bits, random_states
 
 LENGTHS = (1, 63, 64, 65, 1500, 128)
 DOCS = Path(__file__).parents[2] / "docs" / "on-disk-format.md"
@@ -178,7 +178,7 @@ def test_commits_of_a_running_job_show_after_refresh(tmp_path: Path) -> None:
     built = build_store(tmp_path, [random_states(rng, 5, 2, 8) for _ in range(3)], committed=2)
     store = hsx.open(built.info.path)
     assert store.committed.tolist() == [0, 1]
-    built.roots[0].write(2, Marker("deadbeef", 2, 1, 5), built.states[2])
+    built.roots[0].write(payload(Marker("deadbeef", 2, 1, 5), built.states[2]))
     built.view.link(2, "a")
     assert store.committed.tolist() == [0, 1]
     store.refresh()

@@ -13,7 +13,7 @@ from hsx.core.spec import CaptureSpec
 from hsx.stores.group import create_store
 from hsx.stores.root import ShardRoot, attach_roots, discard_strays
 from hsx.stores.view import visible
-from hsx.testing.stores import random_states
+from hsx.testing.stores import payload, random_states
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def roots(tmp_path: Path) -> list[ShardRoot]:
     _, roots = attach_roots(info, places)
     for root in roots:
         for index in range(3):
-            root.write(index, Marker("0a1b2c3d", index, 1, 5), random_states(np.random.default_rng(index), 5, 2, 8))
+            root.write(payload(Marker("0a1b2c3d", index, 1, 5), random_states(np.random.default_rng(index), 5, 2, 8)))
     return roots
 
 

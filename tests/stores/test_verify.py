@@ -15,7 +15,7 @@ from hsx.core.layout import shard_key
 from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.show import row_norms, show
-from hsx.testing.stores import BuiltStore, build_store, random_states
+from hsx.testing.stores import BuiltStore, build_store, payload, random_states
 from hsx.verify import KINDS, VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def content(built: BuiltStore, index: int, change: Callable[[NDArray[np.uint16]]
     states = built.states[index].copy()
     change(states)
     root = next(root for root in built.roots if root.name == built.rows[index].root)
-    receipt = root.write(index, Marker("deadbeef", index, 2, len(states)), states)
+    receipt = root.write(payload(Marker("deadbeef", index, 2, len(states)), states))
     built.rows[index] = replace(built.rows[index], crc32c=receipt.crc32c)
     return built
 

@@ -1,0 +1,92 @@
+"""The record inside a shard: whose states these are, in the shard's own words.
+
+It lies in bytes that the sharding codec leaves unused, in front of the index, and no Zarr reader looks at it. With it a shard
+proves itself: one that was copied under another sample's name is told at once, and a lost ledger is built again from the
+shards (`hsx repair --rebuild-ledger`).
+
+On disk: `MAGIC`, the length of the text (uint32, little endian), the text (JSON, UTF-8), the crc32c of all that (uint32, little
+endian), zeros up to `StoreLayout.record_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from hsx.core.marker import parse
+
+MAGIC: Final = b"hsxshrd1"
+_HEAD: Final = len(MAGIC) + 4
+_CRC: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """What a shard says of itself.
+
+    Attributes:
+        store: the store's uuid.
+        index: the sample.
+        marker: the attempt whose dump was stored.
+        epoch: the life of the server that computed it.
+        sequence: its number in that epoch.
+        tokens: rows.
+        ids: sha256 of the sample's ids (int32, little endian), 64 hex digits.
+        layers: the k of each h_k.
+        final: `post_norm` or `pre_norm`.
+        hidden_size: H.
+        crc32c: of the payload: all bf16 bytes, token-major, padding excluded.
+    """
+
+    store: str
+    index: int
+    marker: str
+    epoch: str
+    sequence: int
+    tokens: int
+    ids: str
+    layers: tuple[int, ...]
+    final: str
+    hidden_size: int
+    crc32c: int
+
+
+def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -> bytes:
+    """The record as `nbytes` bytes. Raises ValueError where it needs more.
+
+    Args:
+        record: see there.
+        nbytes: `StoreLayout.record_bytes`.
+        checksum: crc32c of bytes.
+    """
+    text = json.dumps(asdict(record), separators=(",", ":")).encode()
+    body = MAGIC + len(text).to_bytes(4, "little") + text
+    whole = body + checksum(body).to_bytes(_CRC, "little")
+    if len(whole) > nbytes:
+        raise ValueError(f"the record of sample {record.index} has {len(whole)} bytes; expected at most {nbytes}")
+    return whole.ljust(nbytes, b"\0")
+
+
+def decode(data: bytes, checksum: Callable[[bytes], int]) -> ShardRecord:
+    """The record out of the bytes at its place. Raises ValueError, saying what was found, where there is no sound one."""
+    if data[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"begins with {data[: len(MAGIC)]!r}; expected {MAGIC!r}")
+    length = int.from_bytes(data[len(MAGIC) : _HEAD], "little")
+    end = _HEAD + length
+    if end + _CRC > len(data):
+        raise ValueError(f"says that it has {length} bytes of text; expected at most {len(data) - _HEAD - _CRC}")
+    recorded, crc = int.from_bytes(data[end : end + _CRC], "little"), checksum(data[:end])
+    if recorded != crc:
+        raise ValueError(f"has crc32c {crc:08x}; expected {recorded:08x}")
+    try:
+        fields: dict[str, Any] = json.loads(data[_HEAD:end])
+        fields["layers"] = tuple(map(int, fields["layers"]))
+        record = ShardRecord(**fields)
+        marker = parse(record.marker)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"cannot be understood: {type(error).__name__}: {error}") from error
+    if marker is None or (marker.index, marker.tokens) != (record.index, record.tokens):
+        raise ValueError(f"names marker {record.marker}; expected one of sample {record.index} with {record.tokens} tokens")
+    return record
