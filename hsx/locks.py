@@ -1,4 +1,4 @@
-"""One hsx per job, per store and per dump directory: advisory locks that die with their holder."""
+"""One hsx per job, per store and per dump directory, and turns in moving shards: advisory locks that die with their holder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,11 +18,15 @@ from hsx.engines.process import boot_id, command_of, start_ticks
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _SHOWN: Final = 300
 JOB_LOCK: Final = "job.lock"
 """Name of the job's lock file in its state folder."""
+MOVE_LOCK: Final = "move.lock"
+"""Name, there, of the lock of `hsx move`: one at a time, beside a run or at rest."""
+HOMES_LOCK: Final = "homes.lock"
+"""Name, there, of the lock file of `Homes`."""
 
 
 def store_lock(store: Path) -> Path:
@@ -55,6 +60,40 @@ def locked(path: Path, what: str, kind: str = "ledger_failed") -> Iterator[None]
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class Homes:
+    """The right to change where committed samples lie; implements the port `Homes`. It dies with its holder.
+
+    Args:
+        state_dir: the job's state folder.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / HOMES_LOCK
+
+    def take(self) -> Callable[[], None]:
+        """Waits until nobody else has it, thread or process; returns what gives it back. Raises RunError `ledger_failed`."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                # Of an open file of its own, so that two threads keep each other out as well.
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise RunError("ledger_failed", f"lock file {self._path} cannot be locked: {error.strerror}") from error
+        return partial(os.close, descriptor)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds it for the time of the block."""
+        give = self.take()
+        try:
+            yield
+        finally:
+            give()
 
 
 def _take(path: Path, what: str, kind: str) -> int:

@@ -28,11 +28,12 @@ from hsx.engines.external import ExternalOwner
 from hsx.engines.leftovers import sweep_shared_memory
 from hsx.engines.process import process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
-from hsx.errors import EngineError
+from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
+from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
-from hsx.stores.group import record_final_norm
-from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.group import open_store, record_final_norm
+from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts
 from hsx.suspects import Suspects
@@ -42,7 +43,8 @@ from hsx.watchdog import Watchdog, WatchdogParts
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from hsx.ports import Clock, EngineClient, EngineOwner
     from hsx.prepare import OpenJob
     from hsx.stores.ledger import SqliteLedger
+    from hsx.stores.root import ShardRoot
     from hsx.telemetry import Telemetry
 
 
@@ -105,13 +108,16 @@ class Wiring:
         self._telemetry = telemetry
         config = loaded.config
         clock = outside.clock
-        store, roots = attach_roots(job.store, {root.name: root.path for root in loaded.roots})
+        homes = Homes(loaded.state_dir)
+        with homes.held():  # no sample is moved between reading the ledger and acting on it
+            known = drop_empty_roots(open_store(loaded.store), [root.name for root in loaded.roots], ledger.homes)
+            store, roots = attach_roots(known, {root.name: root.path for root in loaded.roots})
+            _sweep(roots, loaded.state_dir)
+            view = UnionView(store)
+            # Links first: one that an interrupted move left points to a copy that is about to go.
+            view.repair(ledger.committed_roots())
+            discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
         self._layout: StoreLayout = store.layout
-        for root in roots:
-            root.sweep()
-        discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
-        view = UnionView(store)
-        view.repair(ledger.committed_roots())
         self.client = outside.client
         self._owner = outside.owner
         self._measure = outside.measure
@@ -142,6 +148,7 @@ class Wiring:
                 group_seconds=config.pipeline.commit_seconds,
                 reserves={root.name: root.reserve for root in loaded.roots},
             ),
+            homes,
         )
         self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
         self.supervisor = self._make_supervisor(clock, canary)
@@ -275,6 +282,19 @@ class Wiring:
             raise EngineError("capture_off", f"the final norm beside the capture report cannot be read: {error}") from error
         if weight is not None:
             record_final_norm(self._loaded.store, weight, report.norm_eps)
+
+
+def _sweep(roots: Sequence[ShardRoot], state_dir: Path) -> None:
+    """Removes what killed writers left, and killed moves, unless one is under way. `Homes` is held: none begins meanwhile."""
+    try:
+        with locked(state_dir / MOVE_LOCK, "hsx move"):
+            for root in roots:
+                root.sweep()
+    except RunError as error:
+        if error.kind != "job_locked":
+            raise
+        for root in roots:
+            root.sweep(moving=False)
 
 
 def real_outside(loaded: LoadedConfig) -> Outside:

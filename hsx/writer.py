@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import Commit, CommittedRow, Ledger, Observer, Payload, Receipt, Root, Samples, View
+    from hsx.ports import Commit, CommittedRow, Homes, Ledger, Observer, Payload, Receipt, Root, Samples, View
 
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class Writer:
         samples: knows the dataset's own ids, for the log.
         observer: hears each committed sample and the roots' free space.
         settings: see there.
+        homes: held while samples become committed and shown; None where nobody moves samples.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Writer:
         samples: Samples,
         observer: Observer,
         settings: WriterSettings,
+        homes: Homes | None = None,
     ) -> None:
+        self._homes = homes
         self._roots = {root.name: root for root in roots}
         self._view = view
         self._ledger = ledger
@@ -233,9 +236,15 @@ class Writer:
             elif outcome is not None:
                 raise outcome
         durable = [entry for entry in group if entry.receipt.root not in lost]
-        await self._ledger.commit(durable)  # here, and nowhere else, a sample becomes committed
-        for name, error in await loop.run_in_executor(self._sync_threads, self._show, durable):
-            self._lose(name, error)
+        # A sample that were moved between its commit and `_show` would be shown where it is not, and its new shard discarded.
+        give = await loop.run_in_executor(self._sync_threads, self._homes.take) if self._homes else None
+        try:
+            await self._ledger.commit(durable)  # here, and nowhere else, a sample becomes committed
+            for name, error in await loop.run_in_executor(self._sync_threads, self._show, durable):
+                self._lose(name, error)
+        finally:
+            if give is not None:
+                give()
         for entry in durable:
             index = entry.lease.sample.index
             self._observer.sample_committed(
