@@ -6,7 +6,7 @@ concrete classes. Blocking methods say so: they are called in worker threads, ne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +18,12 @@ from hsx.core.marker import Marker
 from hsx.core.sample import Lease
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
+
+    from hsx.errors import RunError
 
 
 class Clock(Protocol):
@@ -291,6 +295,14 @@ class Dumps(Protocol):
         """Names (without suffix) of all published dumps and error files in the current epoch's folder."""
         ...
 
+    def free(self) -> int:
+        """Free bytes of the dump directory's file system. Blocks briefly. Raises RunError `staging_failed`."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each dump takes there, those still being written included, by name without suffix. Blocks briefly."""
+        ...
+
     def sweep_other_epochs(self, keep: str, run: str) -> int:
         """Removes what `run` left in the folders of epochs other than `keep`; returns how many files. Blocks briefly."""
         ...
@@ -392,6 +404,18 @@ class View(Protocol):
         ...
 
 
+class Homes(Protocol):
+    """The right to change where committed samples lie.
+
+    A run holds it from the commit of a group to its last link, `hsx move` from looking at a sample's row to changing it: so
+    that neither acts on a place that the other has changed meanwhile.
+    """
+
+    def take(self) -> Callable[[], None]:
+        """Waits until nobody else has it; returns what gives it back. Blocks. Raises RunError `ledger_failed`."""
+        ...
+
+
 # --- observation -----------------------------------------------------------------------------------------------------
 
 
@@ -455,8 +479,26 @@ class Observer(Protocol):
         """What is in flight now."""
         ...
 
-    def root_space(self, name: str, free: int) -> None:
-        """Free bytes of a root."""
+    def root_space(
+        self, name: str, free: int, *, room: int | None = None, booked: int = 0, speed: float | None = None, state: str = ""
+    ) -> None:
+        """A root was looked at: free bytes, those that may still be promised, those that are; bytes per second of a writer.
+
+        `state` is `in_service`, `refusing` (it answers ENOSPC against its own word), `draining` (`hsx move` empties it) or
+        `lost`.
+        """
+        ...
+
+    def root_lost(self, name: str, kind: str, message: str) -> None:
+        """A root is out of service for the rest of the run."""
+        ...
+
+    def intake_paused(self, kind: str, message: str) -> None:
+        """No sample is started for want of room (`roots_full`, `staging_full`); `message` says what to free. Told repeatedly."""
+        ...
+
+    def intake_resumed(self, kind: str) -> None:
+        """There is room again, or nobody waits for it; told also where no pause was."""
         ...
 
 
@@ -577,6 +619,20 @@ class Ledger(Leases, Protocol):
         """Takes back, in one transaction, what `doubtful` returns: pending again, and handed out again by `acquire`.
 
         Attempts are kept, so that no marker is used twice. Returns what the ledger said of the samples.
+        """
+        ...
+
+    async def requeue_damaged(self, indices: Iterable[int], invariant: str, evidence: str) -> list[CommittedRow]:
+        """Takes back, in one transaction, those of these samples that are committed, as `revoke` does: they are damaged.
+
+        Returns what the ledger said of them, in index order.
+        """
+        ...
+
+    async def backup(self, folders: Mapping[str, Path]) -> dict[str, RunError | None]:
+        """Copies the ledger to the folder of the store on each root, by root name.
+
+        Returns, by root name, None, or why there is no new copy on that root: `roots_full`, `root_unusable`, `ledger_failed`.
         """
         ...
 

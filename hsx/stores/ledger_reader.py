@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+PAGE_ROWS: Final = 1000
 PAUSE_S: Final = 60.0
 """Two commits further apart belong to two runs, or have a restart of the server between them."""
 
@@ -144,11 +145,31 @@ class LedgerReader:
         fields[12] = bool(fields[12])
         return SampleRow(*fields)
 
-    def committed(self) -> Iterator[CommittedRow]:
-        """Every committed sample, in index order."""
-        with translated(self._path):
-            for row in self._connection.execute(f"{COMMITTED} ORDER BY idx"):
+    def committed(self, since: float | None = None) -> Iterator[CommittedRow]:
+        """Every committed sample, in index order.
+
+        Read page by page, each as the ledger is at that time: a reader that takes hours would otherwise keep the log of a run
+        from ever being emptied.
+
+        Args:
+            since: only what was committed after this, in Unix seconds; None: all.
+        """
+        query = f"{COMMITTED} AND idx > ? AND committed_at > ? ORDER BY idx LIMIT {PAGE_ROWS:d}"
+        after = -1
+        while True:
+            with translated(self._path):
+                page = self._connection.execute(query, (after, float("-inf") if since is None else since)).fetchall()
+            for row in page:
                 yield CommittedRow(*row)
+            if len(page) < PAGE_ROWS:
+                return
+            after = page[-1][0]
+
+    def row(self, index: int) -> CommittedRow | None:
+        """One sample as it is committed now; None where it is not. May be called in between rows of an iterator."""
+        with translated(self._path):
+            row = self._connection.execute(f"{COMMITTED} AND idx = ?", (index,)).fetchone()
+        return None if row is None else CommittedRow(*row)
 
     def quarantined(self) -> Iterator[QuarantinedRow]:
         """Every quarantined sample, in index order."""
@@ -202,7 +223,9 @@ class LedgerReader:
     def longest(self) -> int:
         """Tokens of the longest sample."""
         with translated(self._path):
-            return int(self._connection.execute("SELECT max(tokens) FROM samples").fetchone()[0])
+            known = self._connection.execute("SELECT value FROM meta WHERE key = 'longest'").fetchone()
+            # A ledger of an older version does not know it.
+            return int((known or self._connection.execute("SELECT max(tokens) FROM samples").fetchone())[0])
 
     def tokens_per_second(self) -> float | None:
         """Prefill rate so far: the tokens of each group commit over the time since the one before; None with too few.

@@ -178,7 +178,7 @@ def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE meta (key, value)")
     other.close()
-    with pytest.raises(RunError, match="schema version 0; expected 2"):
+    with pytest.raises(RunError, match="schema version 0; expected 3"):
         LedgerReader(tmp_path / "other.sqlite")
 
 
@@ -256,6 +256,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [row.index for row in self.do(self.ledger.doubtful("e1"))] == doubtful
         assert [row.index for row in self.do(self.ledger.revoke("e1", "fingerprint", "other states"))] == doubtful
         self.state |= dict.fromkeys(doubtful, "pending")
+
+    @rule(indices=st.sets(st.integers(0, 3)))
+    def requeue_damaged(self, indices: set[int]) -> None:
+        damaged = [i for i in sorted(indices) if self.state[i] == "committed"]
+        assert [row.index for row in self.do(self.ledger.requeue_damaged(indices, "chunk", "a bit"))] == damaged
+        self.state |= dict.fromkeys(damaged, "pending")
 
     @rule()
     def requeue(self) -> None:

@@ -258,6 +258,9 @@ async def test_an_older_ledger_is_brought_up_to_date_when_it_is_opened_for_writi
 def test_an_older_ledger_is_read_as_it_is(old: Path) -> None:
     before = old.read_bytes()
     with LedgerReader(old) as reader:
+        counts = reader.counts()
+        assert (counts.committed, counts.pending, counts.tokens_total, counts.bytes_committed) == (1, 2, 18, 100)
+        assert reader.longest() == 7
         assert reader.violations_by_invariant() == {"alive": 1, "finite": 1}
         assert [(epoch.epoch, epoch.reason, epoch.requeued) for epoch in reader.epochs()] == [
             ("e0", "alive", ()),

@@ -1,0 +1,54 @@
+"""How the ledger of a new job is made."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from typing import TYPE_CHECKING
+
+from hsx.stores.durable import sync_folder
+from hsx.stores.ledger_schema import RECKONED, SCHEMA, SCHEMA_VERSION, TOTALS, TRUST, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from hsx.ports import BadRow
+
+
+def new_run() -> str:
+    """A run id: 8 hex digits that no other job has, in all likelihood."""
+    return secrets.token_hex(4)
+
+
+def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterable[int], rejected: Iterable[BadRow]) -> None:
+    """Makes the ledger of a new job; the file appears under its name only when it is whole.
+
+    Args:
+        path: where; must not exist.
+        run: the job's run id, which its store carries too.
+        fingerprint: the settings under which the job may be resumed.
+        tokens: prompt length of each sample, in index order.
+        rejected: dataset rows that are not samples.
+
+    Raises:
+        RunError: kind `ledger_failed`.
+    """
+    draft = path.with_suffix(".new")
+    with translated(path):
+        draft.unlink(missing_ok=True)
+        connection = sqlite3.connect(draft)
+        try:
+            connection.executescript(SCHEMA + TRUST + TOTALS)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
+            meta = {"run": run, "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            connection.executemany("INSERT INTO samples (idx, tokens) VALUES (?, ?)", enumerate(map(int, tokens)))
+            rows = ((r.line, r.sample_id, r.reason, r.message) for r in rejected)
+            connection.executemany("INSERT OR REPLACE INTO rejected VALUES (?, ?, ?, ?)", rows)
+            connection.executescript(RECKONED)  # commits what is under way first
+        finally:
+            connection.close()
+        draft.rename(path)
+        sync_folder(path.parent)
