@@ -56,6 +56,7 @@ def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> di
         "capture.final": config.capture.final,
         "store.format": FORMAT,
         "store.chunk_tokens": str(CHUNK_TOKENS),
+        "storage.codec": config.storage.codec,
     }
 
 
@@ -95,7 +96,9 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
         loaded.state_dir.mkdir(parents=True, exist_ok=True)
     build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, progress, loaded.state_dir)
     samples = TokenTable(loaded.store)
-    layout = StoreLayout(samples.count, int(samples.lengths.max()), loaded.spec.states, shape.hidden_size)
+    layout = StoreLayout(
+        samples.count, int(samples.lengths.max()), loaded.spec.states, shape.hidden_size, codec=loaded.config.storage.codec
+    )
     model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}
     run = ledger.new_run()
     store = create_store(loaded.store, layout, loaded.spec, model, run)

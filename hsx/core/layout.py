@@ -3,11 +3,13 @@
 A shard is one file of a Zarr v3 array with the codec `sharding_indexed`: the states of one sample, cut into inner chunks of
 `chunk_tokens` tokens, with an index at the end. hsx writes it as
 
-    block 0 | block 1 | ... | zeros | index
+    block 0 | block 1 | ... | record | zeros | index
 
 where a block is the chunk's payload, its crc32c, and zeros up to a multiple of `PAGE`, so that every payload begins on a
-page (O_DIRECT) and the file's size is a multiple of it too. The index has an (offset, nbytes) pair of little-endian uint64
-for each inner chunk of the shard, `MISSING` twice for those beyond the sample's tokens, and then its own crc32c.
+page (O_DIRECT) and the file's size is a multiple of it too. With a codec, the payload is compressed and blocks differ in size.
+The tail - record, zeros, index - begins on a page. The record (`hsx.core.shard_record`) says whose states these are; no Zarr
+reader looks at it. The index has an (offset, nbytes) pair of little-endian uint64 for each inner chunk of the shard, `MISSING`
+twice for those beyond the sample's tokens, and then its own crc32c.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ ENTRY_BYTES: Final = 16
 MISSING: Final = 2**64 - 1
 NAN_BITS: Final = 0x7FC0
 """bf16 bits of the fill value, a quiet NaN; it fills the last inner chunk after the sample's last token."""
+CODECS: Final = ("none", "blosc", "zstd")
+"""What may compress inner chunks; how, says `hsx.stores.codec`."""
+_RECORD_BYTES: Final = 640
 _KEY = re.compile(r"c\.(0|[1-9][0-9]*)\.0\.0\.0")
 
 
@@ -54,6 +59,8 @@ class StoreLayout:
         states: L, vectors per token, the third.
         hidden_size: H, the fourth.
         chunk_tokens: tokens of an inner chunk.
+        codec: out of `CODECS`: how inner chunks are compressed.
+        records: shards have a record; those of stores in the format `hsx-store-1` have none.
     """
 
     samples: int
@@ -61,11 +68,15 @@ class StoreLayout:
     states: int
     hidden_size: int
     chunk_tokens: int = CHUNK_TOKENS
+    codec: str = "none"
+    records: bool = True
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_tokens", "states", "hidden_size", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.codec not in CODECS:
+            raise ValueError(f"codec is {self.codec!r}; expected one of {', '.join(CODECS)}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -94,18 +105,41 @@ class StoreLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Payload bytes of an inner chunk, without its crc32c."""
+        """Payload bytes of an inner chunk, uncompressed and without its crc32c."""
         return self.chunk_tokens * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes from the beginning of one inner chunk to that of the next."""
-        return round_up(self.chunk_bytes + CRC_BYTES, PAGE)
+        """Bytes from the beginning of one inner chunk to that of the next; with a codec, the most that it can be."""
+        return round_up(self.encoded_bytes + CRC_BYTES, PAGE)
+
+    @property
+    def encoded_bytes(self) -> int:
+        """The most bytes that an inner chunk can take as it is stored, without its crc32c.
+
+        What does not compress grows: by a header with blosc, by zstd's bound with zstd.
+        """
+        size = self.chunk_bytes
+        if self.codec == "blosc":
+            return size + 16
+        if self.codec == "zstd":
+            return size + (size >> 8) + (max((1 << 17) - size, 0) >> 11) + 64
+        return size
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index with its crc32c; they are the last of the file."""
         return self.shard_chunks * ENTRY_BYTES + CRC_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the record, with the zeros that fill it up; 0 where shards have none."""
+        return round_up(_RECORD_BYTES + 6 * self.states, 512) if self.records else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of what follows the blocks: record, zeros, index. It begins on a page and ends with the file."""
+        return round_up(self.record_bytes + self.index_bytes, PAGE)
 
     def check_tokens(self, tokens: int) -> None:
         """Raises ValueError unless a sample of `tokens` fits a shard."""
@@ -117,5 +151,5 @@ class StoreLayout:
         return -(-tokens // self.chunk_tokens)
 
     def file_bytes(self, tokens: int) -> int:
-        """Size of the shard file of a sample of `tokens`."""
-        return self.chunks(tokens) * self.block_bytes + round_up(self.index_bytes, PAGE)
+        """Size of the shard file of a sample of `tokens`; with a codec, the most that it can be."""
+        return self.chunks(tokens) * self.block_bytes + self.tail_bytes

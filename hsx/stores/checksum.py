@@ -1,13 +1,14 @@
-"""crc32c over large buffers in pieces."""
+"""crc32c over large buffers in pieces, and the digest by which a shard names its tokens."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Final, cast
 
 import google_crc32c
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 # google_crc32c holds the interpreter lock for the length of a call; 1 MiB keeps the event loop's stalls well under 1 ms.
@@ -20,3 +21,13 @@ def crc32c(data: NDArray[np.uint8], start: int = 0) -> int:
     for at in range(0, data.size, PIECE):
         crc = cast("int", google_crc32c.extend(crc, data[at : at + PIECE]))
     return crc
+
+
+def crc32c_bytes(data: bytes) -> int:
+    """The crc32c of a few bytes."""
+    return cast("int", google_crc32c.value(data))
+
+
+def ids_digest(ids: NDArray[np.int32]) -> str:
+    """sha256 of a sample's ids, int32 [tokens], in little endian: `ShardRecord.ids`."""
+    return hashlib.sha256(np.ascontiguousarray(ids, "<i4").data).hexdigest()

@@ -56,6 +56,21 @@ def write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> in
     return offset
 
 
+def send_all(fd: int, source: int, start: int, nbytes: int, offset: int) -> int:
+    """Copies `nbytes` at `start` of the file `source` to `offset`, within the kernel. Returns the offset behind them.
+
+    Raises OSError.
+    """
+    os.lseek(fd, offset, os.SEEK_SET)
+    end = start + nbytes
+    while start < end:
+        sent = os.sendfile(fd, source, start, min(end - start, 8 << 20))
+        if sent == 0:
+            raise OSError(errno.EIO, "the file system took 0 bytes")
+        start += sent
+    return offset + nbytes
+
+
 def disable_direct(fd: int) -> bool:
     """Takes O_DIRECT off a descriptor; False where it was not set."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -102,6 +117,11 @@ def write_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def to_json(document: object) -> bytes:
+    """A JSON document as it is written, indented for people."""
+    return json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
 def write_json(path: Path, document: object) -> None:
-    """`write_file` of a JSON document, indented for people."""
-    write_file(path, json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n")
+    """`write_file` of a JSON document."""
+    write_file(path, to_json(document))

@@ -24,12 +24,14 @@ from hsx.stores.checksum import crc32c
 from hsx.stores.durable import make_folder, store_error, write_file, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from os import PathLike
 
     from numpy.typing import NDArray
 
-FORMAT: Final = "hsx-store-1"
+FORMAT: Final = "hsx-store-2"
+FIRST_FORMAT: Final = "hsx-store-1"
+"""Still read: its shards have no records, and are never compressed."""
 FINAL_NORM: Final = "final_norm_weight"
 
 
@@ -40,11 +42,12 @@ class StoreInfo:
     Attributes:
         path: the group's folder.
         store_id: uuid4; also the name of the store's folder on each root.
-        run: the run id of the ledger that this store belongs to.
         layout: shape and cut of `hidden_states`.
         spec: the layers and the final state.
         model: facts of the model as JSON values, such as name, revision, layers, vocab_size.
         roots: name and path of each root, in the order in which they were added.
+        run: the run id of the ledger that this store belongs to; "" where there is none.
+        sealed: JSON values that say when and how it was sealed; None for a store that may change.
     """
 
     path: Path
@@ -54,24 +57,32 @@ class StoreInfo:
     model: Mapping[str, Any]
     roots: Mapping[str, Path] = field(default_factory=dict)
     run: str = ""
+    sealed: Mapping[str, Any] | None = None
+
+    @property
+    def format(self) -> str:
+        """`FORMAT`, or `FIRST_FORMAT`."""
+        return FORMAT if self.layout.records else FIRST_FORMAT
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The group's attributes."""
         return {
             "hsx": {
-                "format": FORMAT,
+                "format": self.format,
                 "store_id": self.store_id,
                 "run": self.run,
                 "samples": self.layout.samples,
                 "max_tokens": self.layout.max_tokens,
                 "chunk_tokens": self.layout.chunk_tokens,
+                **({"codec": self.layout.codec} if self.layout.records else {}),
                 "states": list(self.spec.names),
                 "layers": list(self.spec.layers),
                 "final": self.spec.final,
                 "hidden_size": self.layout.hidden_size,
                 "model": dict(self.model),
                 "roots": [{"name": name, "path": str(path)} for name, path in self.roots.items()],
+                **({} if self.sealed is None else {"sealed": dict(self.sealed)}),
             }
         }
 
@@ -107,7 +118,7 @@ def create_store(
     refuse_populated(path)
     document: dict[str, Any] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
-        document = _read(path)
+        document = read_attributes(path)
     info = StoreInfo(path, str(uuid.uuid4()), layout, spec, model, run=run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +143,7 @@ def refuse_populated(path: str | PathLike[str]) -> None:
     places = [path / metadata.HIDDEN_STATES]
     run = ""
     try:
-        if "hsx" in _read(path):
+        if "hsx" in read_attributes(path):
             info = open_store(path)
             run = info.run
             places += [info.folder(root) for root in info.roots]
@@ -159,6 +170,16 @@ def require_run(info: StoreInfo, run: str, ledger: Path) -> None:
         )
 
 
+def require_unsealed(info: StoreInfo) -> None:
+    """Refuses a store that was sealed: nothing in it may change any more. Raises RunError `store_sealed`."""
+    if info.sealed is not None:
+        since = info.sealed.get("at", "an unknown time")
+        raise RunError(
+            "store_sealed",
+            f"store {info.path} is sealed since {since}; expected one that may change (hsx seal --undo takes the seal away)",
+        )
+
+
 def _occupied(place: Path, *, may_lack: bool) -> str:
     """The first shard, or link to one, in a folder, as a sentence; "" where there is none."""
     try:
@@ -174,39 +195,58 @@ def open_store(path: str | PathLike[str]) -> StoreInfo:
     """Reads what the store at `path` says of itself. Raises RunError `store_invalid`."""
     path = Path(path).absolute()
     try:
-        attributes = _read(path)
+        attributes = read_attributes(path)
     except OSError as error:
         raise RunError("store_invalid", f"{path} is not an hsx store: {metadata.METADATA}: {error.strerror}") from error
     found = attributes.get("hsx")
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        given = found.get("format") if isinstance(found, dict) else None
-        raise RunError("store_invalid", f"{path} is not an hsx store: format is {given!r}; expected {FORMAT!r}")
+    form = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or form not in (FORMAT, FIRST_FORMAT):
+        raise RunError(
+            "store_invalid", f"{path} is not an hsx store: format is {form!r}; expected {FORMAT!r} or {FIRST_FORMAT!r}"
+        )
     try:
         if found["final"] not in FINAL_STATES:
             raise ValueError(f"final is {found['final']!r}")
         spec = CaptureSpec(tuple(int(k) for k in found["layers"]), "post_norm" if found["final"] == "post_norm" else "pre_norm")
         numbers = {name: int(found[name]) for name in ("samples", "max_tokens", "hidden_size", "chunk_tokens")}
+        records = form == FORMAT
+        codec = str(found["codec"]) if records else "none"
         return StoreInfo(
             path=path,
             store_id=str(uuid.UUID(found["store_id"])),
-            layout=StoreLayout(states=spec.states, **numbers),
+            layout=StoreLayout(states=spec.states, codec=codec, records=records, **numbers),
             spec=spec,
             model=dict(found["model"]),
             roots={root["name"]: Path(root["path"]) for root in found["roots"]},
             run=str(found.get("run", "")),
+            sealed=None if found.get("sealed") is None else dict(found["sealed"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError("store_invalid", f"{path} is not an hsx store: {type(error).__name__}: {error}") from error
 
 
 def record_roots(info: StoreInfo, roots: Mapping[str, Path]) -> StoreInfo:
-    """Adds roots, or gives known ones another path, in the group's attributes. Raises RunError `store_unwritable`."""
+    """Adds roots, or gives known ones another path, in the group's attributes.
+
+    Raises RunError `store_unwritable`, `store_sealed`.
+    """
     changed = replace(info, roots={**info.roots, **roots})
     if changed.roots != info.roots:
+        require_unsealed(info)
         try:
-            write_json(info.path / metadata.METADATA, metadata.group(_read(info.path) | changed.attributes))
+            write_json(info.path / metadata.METADATA, metadata.group(read_attributes(info.path) | changed.attributes))
         except OSError as error:
             raise store_error(error, info.path) from error
+    return changed
+
+
+def forget_roots(info: StoreInfo, names: Collection[str]) -> StoreInfo:
+    """Takes roots out of the group's attributes; nothing on them is touched. Raises RunError `store_unwritable`."""
+    changed = replace(info, roots={name: path for name, path in info.roots.items() if name not in names})
+    try:
+        write_json(info.path / metadata.METADATA, metadata.group(read_attributes(info.path) | changed.attributes))
+    except OSError as error:
+        raise store_error(error, info.path) from error
     return changed
 
 
@@ -244,7 +284,7 @@ def read_final_norm(path: str | PathLike[str]) -> tuple[NDArray[np.float32], flo
     """The recorded final norm: weight float32 [H] and eps; None where there is none yet. Raises RunError `store_invalid`."""
     folder = Path(path) / FINAL_NORM
     try:
-        eps = float(_read(folder)["eps"])
+        eps = float(read_attributes(folder)["eps"])
         raw = np.fromfile(folder / "c.0", np.uint8)
     except FileNotFoundError:
         return None
@@ -257,11 +297,11 @@ def read_final_norm(path: str | PathLike[str]) -> tuple[NDArray[np.float32], flo
 
 def array_attributes(info: StoreInfo) -> dict[str, Any]:
     """Attributes of a `hidden_states` array, so that it explains itself when it is opened alone."""
-    return {"hsx": {"format": FORMAT, "store_id": info.store_id, "states": list(info.spec.names)}}
+    return {"hsx": {"format": info.format, "store_id": info.store_id, "states": list(info.spec.names)}}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The attributes of the Zarr node at `path`."""
+def read_attributes(path: Path) -> dict[str, Any]:
+    """The attributes of the Zarr node at `path`. Raises OSError, and RunError `store_invalid` where they cannot be read."""
     try:
         attributes = json.loads((path / metadata.METADATA).read_bytes()).get("attributes", {})
     except (ValueError, AttributeError) as error:

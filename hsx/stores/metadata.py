@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.stores import codec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,9 +30,10 @@ def group(attributes: Mapping[str, Any]) -> Document:
 
 def hidden_states(layout: StoreLayout, attributes: Mapping[str, Any]) -> Document:
     """The document of a `hidden_states` array, the group's and each root's: bfloat16, one shard per sample."""
+    to_bytes, checksum = _PLAIN
     sharding = {
         "chunk_shape": list(layout.chunk_shape),
-        "codecs": list(_PLAIN),
+        "codecs": [to_bytes, *codec.metadata(layout.codec), checksum],
         "index_codecs": list(_PLAIN),
         "index_location": "end",
     }

@@ -17,20 +17,21 @@ from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores import metadata
 from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
-from hsx.stores.group import StoreInfo, array_attributes, record_roots
+from hsx.stores.group import StoreInfo, array_attributes, forget_roots, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
 from hsx.stores.shard_reader import ShardFile
 from hsx.stores.view import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from hsx.core.layout import StoreLayout
     from hsx.ports import Payload, Receipt
 
 IDENTITY: Final = "hsx-root.json"
+MOVING: Final = f".moving{PARTIAL}"
+"""How the name of a copy ends that `hsx move` is making: `<shard key>.<marker>.moving.partial`."""
 
 
 class ShardRoot:
@@ -39,15 +40,29 @@ class ShardRoot:
     Args:
         name: its name in config and ledger.
         folder: `<root path>/<store_id>`.
-        layout: the store's shape.
+        info: the store.
         direct: use O_DIRECT where the file system has it.
+        durable: sync each shard, and the folder when asked; without it `sync` does nothing.
     """
 
-    def __init__(self, name: str, folder: Path, layout: StoreLayout, *, direct: bool = True) -> None:
+    def __init__(self, name: str, folder: Path, info: StoreInfo, *, direct: bool = True, durable: bool = True) -> None:
         self._name = name
         self._folder = folder
-        self._layout = layout
-        self._writer = ShardWriter(folder, name, layout, direct=direct)
+        self._info = info
+        self._durable = durable
+        self._writer = self._make_writer(direct=direct)
+
+    def _make_writer(self, *, direct: bool) -> ShardWriter:
+        info = self._info
+        return ShardWriter(
+            self._folder,
+            self._name,
+            info.layout,
+            store=info.store_id,
+            spec=info.spec,
+            direct=direct,
+            durable=self._durable,
+        )
 
     @property
     def name(self) -> str:
@@ -74,15 +89,21 @@ class ShardRoot:
 
     def write(self, payload: Payload) -> Receipt:
         """Writes the shard of a sample; see `hsx.stores.shard.ShardWriter.write`."""
-        return self._writer.write(payload.marker.index, str(payload.marker), payload.states)
+        return self._writer.write(payload)
 
     def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
-        """bf16 bits [tokens, L, H] of sample `index`, checked. Raises RunError `store_invalid`."""
-        with ShardFile(self._folder / shard_key(index), self._layout, tokens) as shard:
+        """bf16 bits [tokens, L, H] of sample `index`, checked, the shard's own record included.
+
+        Raises RunError `store_invalid`.
+        """
+        owner = (self._info.store_id, index)
+        with ShardFile(self._folder / shard_key(index), self._info.layout, tokens, owner=owner) as shard:
             return shard.read()
 
     def sync(self) -> None:
         """Makes the names written so far durable. Raises RunError `root_unusable`; not to be tried again."""
+        if not self._durable:
+            return
         try:
             sync_folder(self._folder)
         except OSError as error:
@@ -95,16 +116,16 @@ class ShardRoot:
         except OSError as error:
             raise root_error(error, self._name, self._folder) from error
 
-    def sweep(self) -> int:
+    def sweep(self, *, moving: bool = True) -> int:
         """Removes the `.partial` files that a killed writer left; returns how many. Raises RunError `root_unusable`.
 
-        Only for the start: it takes those of a running writer too.
+        Only for the start: it takes those of a running writer too. With `moving` also those of `hsx move`.
         """
         removed = 0
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    if entry.name.endswith(PARTIAL):
+                    if entry.name.endswith(PARTIAL) and (moving or not entry.name.endswith(MOVING)):
                         Path(entry.path).unlink()
                         removed += 1
         except OSError as error:
@@ -145,7 +166,9 @@ def discard_strays(
     return removed
 
 
-def attach_roots(info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True) -> tuple[StoreInfo, list[ShardRoot]]:
+def attach_roots(
+    info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True, durable: bool = True
+) -> tuple[StoreInfo, list[ShardRoot]]:
     """Makes roots ready to take shards of a store, and records them in it.
 
     A root that the store knows must show the store's identity, wherever it is mounted now; a new one gets it. `roots` maps
@@ -166,7 +189,36 @@ def attach_roots(info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = T
         except OSError as error:
             raise root_error(error, name, folder) from error
     changed = record_roots(info, {name: path.absolute() for name, path in roots.items()})
-    return changed, [ShardRoot(name, changed.folder(name), info.layout, direct=direct) for name in roots]
+    return changed, [ShardRoot(name, changed.folder(name), changed, direct=direct, durable=durable) for name in roots]
+
+
+def drop_empty_roots(info: StoreInfo, named: Collection[str], homes: Callable[[], Mapping[str, int]]) -> StoreInfo:
+    """Lets a store forget roots that the job file does not name any more, once nothing lies there: `hsx move` has drained them.
+
+    Args:
+        info: the store.
+        named: the roots of the job file.
+        homes: counts the committed samples by root; called only where a root is to be forgotten.
+
+    Returns:
+        The store's info without these roots.
+
+    Raises:
+        RunError: `config_conflict` where committed samples lie on such a root; `store_unwritable`.
+    """
+    gone = [name for name in info.roots if name not in named]
+    if not gone:
+        return info
+    samples_on = homes()
+    held = {name: samples_on[name] for name in gone if samples_on.get(name)}
+    if held:
+        name, samples = next(iter(held.items()))
+        raise RunError(
+            "config_conflict",
+            f"the job file does not name root {name}, and {samples} committed samples lie there "
+            f"({info.roots[name]}); put it back, or move them first with hsx move JOB {name}",
+        )
+    return forget_roots(info, gone)
 
 
 def _lay_out(info: StoreInfo, name: str, path: Path) -> None:

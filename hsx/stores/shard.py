@@ -1,14 +1,14 @@
 """Writes shards: the one place where hidden states reach a disk.
 
-The bytes go straight from the dump's mapping to the device where the file system has O_DIRECT, so that a sample costs one
-checksum pass and no copy. A shard appears under its name only when it is whole and its data is on the disk; the name itself
-is durable after `ShardRoot.sync`.
+The bytes go straight from the dump's mapping to the device where the file system has O_DIRECT, and within the kernel, by
+sendfile, where it has not: a sample costs no copy, and no checksum pass either where its checksums were taken when it was
+judged. A shard appears under its name only when it is whole and its data is on the disk; the name itself is durable after
+`ShardRoot.sync`.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from contextlib import suppress
@@ -17,19 +17,23 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from hsx.core.crc import combine
-from hsx.core.layout import CRC_BYTES, MISSING, NAN_BITS, PAGE, StoreLayout, round_up, shard_key
+from hsx.core.layout import CHUNK_TOKENS, CRC_BYTES, MISSING, NAN_BITS, PAGE, StoreLayout, shard_key
+from hsx.core.shard_record import ShardRecord, encode
 from hsx.ports import Receipt
-from hsx.stores.checksum import crc32c
-from hsx.stores.durable import root_error, write_all
+from hsx.stores.checksum import crc32c, crc32c_bytes, ids_digest
+from hsx.stores.codec import make_codec
+from hsx.stores.durable import root_error, send_all, write_all
+from hsx.stores.scratch import Scratch, fill
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from hsx.core.spec import CaptureSpec
+    from hsx.ports import Payload
+
 PARTIAL: Final = ".partial"
-BATCH_BYTES: Final = 8 << 20
-BATCH_BLOCKS: Final = 256  # two buffers a block; the kernel takes 1024 in one call
 
 
 class ShardWriter:
@@ -38,15 +42,32 @@ class ShardWriter:
     Args:
         folder: the root's folder of this store, where the shards lie.
         root: the root's name, for messages.
-        layout: the store's shape.
+        layout: the store's shape; its shards have records.
+        store: the store's uuid, for the records.
+        spec: the store's capture spec, for the records.
         direct: use O_DIRECT where the file system has it.
+        durable: sync the data of each shard before it gets its name.
     """
 
-    def __init__(self, folder: Path, root: str, layout: StoreLayout, *, direct: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        root: str,
+        layout: StoreLayout,
+        *,
+        store: str,
+        spec: CaptureSpec,
+        direct: bool = True,
+        durable: bool = True,
+    ) -> None:
         self._folder = folder
         self._root = root
         self._layout = layout
+        self._store = store
+        self._spec = spec
         self._direct = direct
+        self._durable = durable
+        self._codec = make_codec(layout.codec)
         self._local = threading.local()
 
     @property
@@ -54,34 +75,32 @@ class ShardWriter:
         """Whether O_DIRECT is (still) used: turned off by the first refusal of the file system."""
         return self._direct
 
-    def write(self, index: int, marker: str, states: NDArray[np.uint16]) -> Receipt:
-        """Writes the shard of sample `index`.
+    def write(self, payload: Payload) -> Receipt:
+        """Writes the shard of a sample; its shard of an earlier, uncommitted attempt is replaced.
 
         Args:
-            index: the sample; its shard of an earlier, uncommitted attempt is replaced.
-            marker: the attempt's marker, part of the partial file's name.
-            states: bf16 bits [tokens, L, H], C-contiguous; page-aligned for the best speed. Not changed, not copied.
+            payload: see there. `crcs` are taken as they are, where they are of this layout's chunks: a shard whose bytes
+                changed since they were judged then contradicts its own checksums.
 
         Raises:
             RunError: `roots_full` (ENOSPC, EDQUOT; found by preallocation, before the first byte), `root_unusable` (any other
                 failure). The partial file is removed. A failed fdatasync is not tried again: the kernel tells of a loss once.
-            ValueError: `states` does not fit the layout.
+            ValueError: the payload does not fit the layout, or contradicts itself.
         """
-        if states.dtype != np.uint16 or states.ndim != 3 or not states.flags.c_contiguous:
-            raise ValueError(f"states are {states.dtype} {states.shape}; expected C-contiguous uint16 [tokens, L, H]")
-        if states.shape[1:] != self._layout.shape[2:] or not 0 <= index < self._layout.samples:
-            raise ValueError(f"sample {index} has states {states.shape}; the store is {self._layout.shape}")
-        self._layout.check_tokens(states.shape[0])
-        final = self._folder / shard_key(index)
-        partial = self._folder / f"{final.name}.{marker}{PARTIAL}"
-        size = self._layout.file_bytes(states.shape[0])
+        check_payload(payload, self._layout)
+        final = self._folder / shard_key(payload.marker.index)
+        partial = self._folder / f"{final.name}.{payload.marker}{PARTIAL}"
+        size = self._layout.file_bytes(payload.marker.tokens)
         try:
             try:
                 fd = self._create(partial)
                 try:
                     os.posix_fallocate(fd, 0, size)
-                    crc = self._fill(fd, states)
-                    os.fdatasync(fd)
+                    crc, size = self._fill(fd, payload)
+                    if self._codec is not None:
+                        os.ftruncate(fd, size)
+                    if self._durable:
+                        os.fdatasync(fd)
                 finally:
                     os.close(fd)
                 partial.rename(final)
@@ -104,71 +123,124 @@ class ShardWriter:
                 self._direct = False
         return os.open(path, flags, 0o644)
 
-    def _fill(self, fd: int, states: NDArray[np.uint16]) -> int:
-        """Writes all blocks and the index; returns the crc32c of the payload."""
-        layout, tokens = self._layout, states.shape[0]
-        chunk_bytes = layout.chunk_bytes
-        straight = not self._direct or (states.ctypes.data % PAGE == 0 and chunk_bytes % PAGE == 0)
-        # Of each chunk, `head` bytes are written from where they are; the rest, with the checksum, goes through scratch.
-        scratch = self._scratch(chunk_bytes // PAGE * PAGE if straight else 0)
-        flat = states.reshape(-1).view(np.uint8)
-        whole, rest = divmod(tokens, layout.chunk_tokens)
-        crcs: list[int] = []
-        payload = 0
-        offset = 0
-        for first in range(0, whole, scratch.blocks):
-            buffers: list[memoryview] = []
-            for slot, chunk in enumerate(range(first, min(first + scratch.blocks, whole))):
-                data = flat[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
-                crcs.append(crc32c(data))
-                payload = combine(payload, crcs[-1], chunk_bytes)
-                tail = scratch.tails[slot]
-                copied = chunk_bytes - scratch.head
-                tail[:copied] = data[scratch.head :]
-                tail[copied : copied + CRC_BYTES].view("<u4")[0] = crcs[-1]
-                buffers += (data[: scratch.head].data, tail.data) if scratch.head else (tail.data,)
-            offset = write_all(fd, buffers, offset)
-        ending = scratch.ending[layout.block_bytes :]
-        if rest:
-            data = flat[whole * chunk_bytes :]
-            ending = scratch.ending
-            ending[: data.size] = data
-            ending[data.size : chunk_bytes].view(np.uint16)[:] = NAN_BITS
-            crcs.append(crc32c(ending[:chunk_bytes]))
-            payload = crc32c(data, payload)
-            ending[chunk_bytes : chunk_bytes + CRC_BYTES].view("<u4")[0] = crcs[-1]
-        index = scratch.ending[-layout.index_bytes :]
-        entries = index[:-CRC_BYTES].view("<u8").reshape(-1, 2)
-        entries[:] = MISSING
-        entries[: len(crcs), 0] = np.arange(len(crcs), dtype=np.uint64) * np.uint64(layout.block_bytes)
-        entries[: len(crcs), 1] = chunk_bytes + CRC_BYTES
-        index[-CRC_BYTES:].view("<u4")[0] = crc32c(index[:-CRC_BYTES])
-        write_all(fd, [ending.data], offset)
-        return payload
+    def _fill(self, fd: int, payload: Payload) -> tuple[int, int]:
+        """Writes blocks and tail; returns the crc32c of the payload and the size of the file."""
+        layout = self._layout
+        chunks = layout.chunks(payload.marker.tokens)
+        given = payload.crcs if layout.chunk_tokens == CHUNK_TOKENS and len(payload.crcs) == chunks else ()
+        rows = payload.states.reshape(-1).view(np.uint8)
+        crcs = list(given) or [crc32c(rows[at : at + layout.chunk_bytes]) for at in range(0, rows.size, layout.chunk_bytes)]
+        if self._codec is None:
+            # O_DIRECT needs pages on both sides; without it, what is not copied can begin anywhere.
+            straight = not self._direct or (rows.ctypes.data % PAGE == 0 and layout.chunk_bytes % PAGE == 0)
+            scratch = self._scratch(straight=straight)
+            source = payload.source if straight and not self._direct else None
+            entries, end = self._plain(fd, rows, crcs, scratch, source)
+        else:
+            scratch = self._scratch(straight=False)
+            entries, end = self._compressed(fd, rows, scratch)
+        crc = crcs[0]
+        for chunk in range(1, chunks):
+            crc = combine(crc, crcs[chunk], min(layout.chunk_bytes, rows.size - chunk * layout.chunk_bytes))
+        tail = scratch.tail
+        write_tail(tail, layout, self._record(payload, crc), entries)
+        return crc, write_all(fd, [tail.data], end)
 
-    def _scratch(self, head: int) -> _Scratch:
+    def _plain(
+        self, fd: int, rows: NDArray[np.uint8], crcs: list[int], scratch: Scratch, source: tuple[int, int] | None
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Writes uncompressed blocks; returns the index's entries and the offset behind the last block."""
+        layout = self._layout
+        size = layout.chunk_bytes
+        offset = 0
+        for first in range(0, len(crcs), scratch.blocks):
+            buffers: list[memoryview] = []
+            for slot, chunk in enumerate(range(first, min(first + scratch.blocks, len(crcs)))):
+                at = chunk * size
+                head, rest = scratch.block(slot, rows[at : at + size], crcs[chunk])
+                if source is not None and head.size:
+                    # Sent at once: what lies between the heads is written by the next call of write_all.
+                    offset = write_all(fd, buffers, offset)
+                    offset = send_all(fd, source[0], source[1] + at, head.size, offset)
+                    buffers = rest
+                else:
+                    buffers += [head.data, *rest] if head.size else rest
+            offset = write_all(fd, buffers, offset)
+        return [(chunk * layout.block_bytes, size + CRC_BYTES) for chunk in range(len(crcs))], offset
+
+    def _compressed(self, fd: int, rows: NDArray[np.uint8], scratch: Scratch) -> tuple[list[tuple[int, int]], int]:
+        """Writes compressed blocks; returns the index's entries and the offset behind the last block."""
+        assert self._codec is not None
+        size = self._layout.chunk_bytes
+        entries = []
+        offset = 0
+        for at in range(0, rows.size, size):
+            chunk = rows[at : at + size]
+            if chunk.size < size:
+                whole = np.empty(size, np.uint8)
+                whole[: chunk.size] = chunk
+                whole[chunk.size :].view(np.uint16)[:] = NAN_BITS
+                chunk = whole
+            encoded = np.frombuffer(self._codec.encode(chunk), np.uint8)
+            entries.append((offset, encoded.size + CRC_BYTES))
+            offset = write_all(fd, [scratch.encoded(encoded, crc32c(encoded)).data], offset)
+        return entries, offset
+
+    def _record(self, payload: Payload, crc: int) -> ShardRecord:
+        return make_record(payload, self._store, self._spec, self._layout.hidden_size, crc)
+
+    def _scratch(self, *, straight: bool) -> Scratch:
         """This thread's scratch; made anew when the way of writing changes, so that padding stays zero."""
-        scratch: _Scratch | None = getattr(self._local, "scratch", None)
-        if scratch is None or scratch.head != head:
-            scratch = self._local.scratch = _Scratch(self._layout, head)
+        scratch: Scratch | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.straight != straight:
+            scratch = self._local.scratch = Scratch(self._layout, straight=straight)
         return scratch
 
 
-class _Scratch:
-    """Page-aligned buffers of one writer thread, used again for every shard.
+def check_payload(payload: Payload, layout: StoreLayout) -> None:
+    """Raises ValueError for a payload that does not fit the layout, or contradicts itself."""
+    states, marker = payload.states, payload.marker
+    if states.dtype != np.uint16 or states.ndim != 3 or not states.flags.c_contiguous:
+        raise ValueError(f"states are {states.dtype} {states.shape}; expected C-contiguous uint16 [tokens, L, H]")
+    if states.shape[1:] != layout.shape[2:] or not 0 <= marker.index < layout.samples:
+        raise ValueError(f"sample {marker.index} has states {states.shape}; the store is {layout.shape}")
+    layout.check_tokens(states.shape[0])
+    if not marker.tokens == states.shape[0] == payload.input_ids.size:
+        raise ValueError(
+            f"marker {marker} is of {marker.tokens} tokens; its payload has {states.shape[0]} rows and "
+            f"{payload.input_ids.size} ids"
+        )
 
-    Attributes:
-        head: bytes of a chunk that do not pass through here.
-        blocks: how many blocks one call writes.
-        tails: uint8 [blocks, block_bytes - head]: what follows the head of each block.
-        ending: uint8, the last, partly filled block followed by the pages of the index.
+
+def make_record(payload: Payload, store: str, spec: CaptureSpec, hidden_size: int, crc: int) -> ShardRecord:
+    """The record of a payload whose crc32c is `crc`."""
+    return ShardRecord(
+        store=store,
+        index=payload.marker.index,
+        marker=str(payload.marker),
+        epoch=payload.epoch,
+        sequence=payload.sequence,
+        tokens=payload.marker.tokens,
+        ids=ids_digest(payload.input_ids),
+        layers=spec.layers,
+        final=spec.final,
+        hidden_size=hidden_size,
+        crc32c=crc,
+    )
+
+
+def write_tail(tail: NDArray[np.uint8], layout: StoreLayout, record: ShardRecord, entries: list[tuple[int, int]]) -> None:
+    """Fills the tail of a shard.
+
+    Args:
+        tail: uint8 [tail_bytes].
+        layout: the store's shape.
+        record: what the shard says of itself.
+        entries: (offset, nbytes) of each inner chunk that is there, in order.
     """
-
-    def __init__(self, layout: StoreLayout, head: int) -> None:
-        self.head = head
-        self.blocks = min(max(BATCH_BYTES // layout.block_bytes, 1), BATCH_BLOCKS)
-        tail = layout.block_bytes - head
-        ending = layout.block_bytes + round_up(layout.index_bytes, PAGE)
-        memory = np.frombuffer(mmap.mmap(-1, self.blocks * tail + ending), np.uint8)
-        self.tails = memory[: self.blocks * tail].reshape(self.blocks, tail)
-        self.ending = memory[self.blocks * tail :]
+    tail[:] = 0
+    tail[: layout.record_bytes] = np.frombuffer(encode(record, layout.record_bytes, crc32c_bytes), np.uint8)
+    index = tail[-layout.index_bytes :]
+    fill(index[:-CRC_BYTES], MISSING)
+    index[: 16 * len(entries)].view("<u8")[:] = np.array(entries, "<u8").reshape(-1)
+    index[-CRC_BYTES:].view("<u4")[0] = crc32c(index[:-CRC_BYTES])

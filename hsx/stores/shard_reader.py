@@ -1,7 +1,7 @@
 """Reads shards, whole or in part, and proves each inner chunk by its crc32c.
 
-Faster than a general Zarr reader because it reads straight into the result. It takes any uncompressed `sharding_indexed` shard
-of the store's shape, whoever wrote it.
+Faster than a general Zarr reader because it reads straight into the result. It takes any `sharding_indexed` shard of the
+store's shape and codec, whoever wrote it; only its record, which tells whose states these are, is hsx's own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import numpy as np
 
 from hsx.core.crc import combine
 from hsx.core.layout import CRC_BYTES, MISSING, NAN_BITS, StoreLayout
+from hsx.core.shard_record import decode
 from hsx.errors import RunError
-from hsx.stores.checksum import crc32c
+from hsx.stores.checksum import crc32c, crc32c_bytes
+from hsx.stores.codec import make_codec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-Problem = Literal["missing", "unreadable", "truncated", "index", "chunk", "tokens"]
+    from hsx.core.shard_record import ShardRecord
+    from hsx.stores.codec import Codec
+
+Problem = Literal["missing", "unreadable", "truncated", "index", "record", "chunk", "tokens"]
 PROBLEMS: Final[dict[Problem, str]] = {
     "missing": "the file does not exist",
     "unreadable": "the disk or its permissions do not let it be read",
     "truncated": "the file ends before what its index promises",
     "index": "the index does not match its crc32c or names impossible places",
-    "chunk": "an inner chunk does not match its crc32c",
+    "record": "it says that it is another sample's or another store's, or does not say whose it is",
+    "chunk": "an inner chunk does not match its crc32c or cannot be decompressed",
     "tokens": "it holds another number of tokens than the sample has",
 }
 
@@ -49,13 +55,19 @@ class ShardFile:
         layout: the store's shape.
         tokens: tokens of the sample.
         check: compare checksums and padding; without it only the places in the index are checked.
+        owner: the store's uuid and the sample that the shard has to belong to by its own record; None: whoever's it is. Stores
+            whose shards have no records (`layout.records`) are not asked.
 
     Raises:
-        ShardError: the file is missing or unreadable, or its index is wrong.
+        ShardError: the file is missing or unreadable, its index is wrong, or it is somebody else's.
     """
 
-    def __init__(self, path: Path, layout: StoreLayout, tokens: int, *, check: bool = True) -> None:
+    def __init__(
+        self, path: Path, layout: StoreLayout, tokens: int, *, check: bool = True, owner: tuple[str, int] | None = None
+    ) -> None:
         layout.check_tokens(tokens)
+        self._owner = owner if layout.records else None
+        self._codec = make_codec(layout.codec)
         self._path = path
         self._layout = layout
         self._tokens = tokens
@@ -68,7 +80,7 @@ class ShardFile:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
             raise ShardError("missing" if missing else "unreadable", path, f"cannot be opened: {error.strerror}") from error
         try:
-            self._entries = self._read_index()
+            self._entries = self._read_tail()
         except BaseException:
             self.close()
             raise
@@ -90,6 +102,17 @@ class ShardFile:
         """Size of the file."""
         return self._size
 
+    def record(self) -> ShardRecord:
+        """What the shard says of itself. Raises ShardError `record` where it has no sound record."""
+        layout = self._layout
+        place = len(self._tail) - layout.tail_bytes
+        if not layout.records or place < 0:
+            raise self._error("record", "has no record")
+        try:
+            return decode(self._tail[place : place + layout.record_bytes].tobytes(), crc32c_bytes)
+        except ValueError as error:
+            raise self._error("record", f"has no sound record: it {error}") from error
+
     def read(self, start: int = 0, stop: int | None = None, out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
         """bf16 bits [stop - start, L, H] of the tokens from `start` up to `stop` (default: all).
 
@@ -99,7 +122,7 @@ class ShardFile:
         return self._read(start, self._tokens if stop is None else stop, out)[0]
 
     def read_all(self, out: NDArray[np.uint16] | None = None) -> tuple[NDArray[np.uint16], int]:
-        """All tokens, as `read`, and the crc32c of the payload, as in the writer's receipt. Needs `check`."""
+        """All tokens, as `read`, and the crc32c of the payload, as in the writer's receipt; 0 without `check`."""
         return self._read(0, self._tokens, out)
 
     def _read(self, start: int, stop: int, out: NDArray[np.uint16] | None) -> tuple[NDArray[np.uint16], int]:
@@ -112,6 +135,7 @@ class ShardFile:
         elif out.shape != shape or out.dtype != np.uint16 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected C-contiguous uint16 {shape}")
         flat = out.reshape(-1).view(np.uint8)
+        self._whole = (start, stop) == (0, self._tokens)
         payload = 0
         for chunk in range(start // layout.chunk_tokens, layout.chunks(stop) if stop > start else 0):
             first = chunk * layout.chunk_tokens
@@ -124,28 +148,66 @@ class ShardFile:
 
     def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
         """Reads rows `low` to `high` of an inner chunk into `rows`; returns `payload` continued with the chunk's real rows."""
+        if self._codec is not None:
+            return self._read_compressed(self._codec, chunk, low, high, rows, payload)
         layout = self._layout
         offset = int(self._entries[chunk, 0])
         before, after = low * layout.token_bytes, (layout.chunk_tokens - high) * layout.token_bytes
         if not self._check:
             self._fill([rows], offset + before)
             return 0
-        if self._scratch.size < before + after:
-            self._scratch = np.empty(layout.chunk_bytes, np.uint8)
-        head, tail = self._scratch[:before], self._scratch[before : before + after]
+        scratch = self._memory(before + after)
+        head, tail = scratch[:before], scratch[before : before + after]
         self._fill([part for part in (head, rows, tail, self._crc) if part.size], offset)
         crc_rows = crc32c(rows, crc32c(head))
         crc = crc32c(tail, crc_rows)
+        self._compare(chunk, crc)
+        self._check_padding(chunk, high, tail)
+        if not self._whole:
+            return 0
+        return combine(payload, crc, rows.size) if not after else combine(payload, crc_rows, rows.size)
+
+    def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
+        layout = self._layout
+        whole = high - low == layout.chunk_tokens
+        nbytes = int(self._entries[chunk, 1]) - CRC_BYTES
+        scratch = self._memory(nbytes + (0 if whole else layout.chunk_bytes))
+        encoded = scratch[:nbytes]
+        decoded = rows if whole else scratch[nbytes : nbytes + layout.chunk_bytes]
+        self._fill([encoded, self._crc], int(self._entries[chunk, 0]))
+        if self._check:
+            self._compare(chunk, crc32c(encoded))
+        try:
+            codec.decode(encoded, decoded)
+        except (ValueError, RuntimeError) as error:
+            raise self._error("chunk", f"chunk {chunk} cannot be decompressed: {error}") from error
+        if not whole:
+            rows[:] = decoded[low * layout.token_bytes : high * layout.token_bytes]
+        if not self._check:
+            return 0
+        self._check_padding(chunk, high, decoded[high * layout.token_bytes :])
+        return crc32c(rows, payload) if self._whole else 0
+
+    def _compare(self, chunk: int, crc: int) -> None:
         recorded = int(self._crc.view("<u4")[0])
         if crc != recorded:
             raise self._error("chunk", f"chunk {chunk} has crc32c {crc:08x}; expected {recorded:08x}")
+
+    def _check_padding(self, chunk: int, high: int, tail: NDArray[np.uint8]) -> None:
+        """Checks the fill in `tail`, what follows row `high` of a chunk."""
+        layout = self._layout
         used = min(self._tokens - chunk * layout.chunk_tokens, layout.chunk_tokens)
         padding = tail[(used - high) * layout.token_bytes :]
         if used < layout.chunk_tokens and not bool((padding.view(np.uint16) == NAN_BITS).all()):
             raise self._error("tokens", f"there is data after row {self._tokens - 1}; expected {self._tokens} tokens")
-        return combine(payload, crc, rows.size) if not after else crc32c(rows, payload)
 
-    def _read_index(self) -> NDArray[np.uint64]:
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch
+
+    def _read_tail(self) -> NDArray[np.uint64]:
+        """Reads the tail, proves index and owner, and returns the entries of the sample's inner chunks."""
         layout = self._layout
         try:
             self._size = os.fstat(self._fd).st_size
@@ -154,21 +216,35 @@ class ShardFile:
         start = self._size - layout.index_bytes
         if start < 0:
             raise self._error("truncated", f"has {self._size} bytes; expected an index of {layout.index_bytes} at its end")
-        raw = np.empty(layout.index_bytes, np.uint8)
-        self._fill([raw], start)
-        recorded, crc = int(raw[-CRC_BYTES:].view("<u4")[0]), crc32c(raw[:-CRC_BYTES])
+        self._tail = np.empty(min(layout.tail_bytes, self._size), np.uint8)
+        self._fill([self._tail], self._size - len(self._tail))
+        raw = self._tail[-layout.index_bytes :]
+        recorded, crc = int.from_bytes(raw[-CRC_BYTES:].tobytes(), "little"), crc32c(raw[:-CRC_BYTES])
         if crc != recorded:
             raise self._error("index", f"index has crc32c {crc:08x}; expected {recorded:08x}")
-        entries = raw[:-CRC_BYTES].view("<u8").reshape(-1, 2)
+        if self._owner is not None:
+            self._prove_owner(*self._owner)
+        entries = np.frombuffer(raw[:-CRC_BYTES].tobytes(), "<u8").reshape(-1, 2)
         wanted = layout.chunks(self._tokens)
         present = int((entries != np.uint64(MISSING)).all(axis=1).sum())
         if present != wanted or bool((entries[wanted:] != np.uint64(MISSING)).any()):
             raise self._error("tokens", f"has {present} inner chunks; expected {wanted} for {self._tokens} tokens")
-        nbytes = layout.chunk_bytes + CRC_BYTES
         used = entries[:wanted]
-        if bool((used[:, 1] != np.uint64(nbytes)).any() or (used[:, 0] > np.uint64(max(start - nbytes, 0))).any()):
-            raise self._error("index", f"index has entries {used.tolist()}; expected {nbytes} bytes each, before byte {start}")
+        offsets, sizes = used[:, 0], used[:, 1]
+        most = layout.encoded_bytes + CRC_BYTES
+        least = most if self._codec is None else CRC_BYTES + 1
+        if bool((sizes < least).any() or (sizes > most).any() or (offsets > start).any() or (sizes > start - offsets).any()):
+            sized = f"{most} bytes" if least == most else f"{least} to {most} bytes"
+            raise self._error("index", f"index has entries {used.tolist()}; expected {sized} each, before byte {start}")
         return used
+
+    def _prove_owner(self, store: str, index: int) -> None:
+        record = self.record()
+        if (record.store, record.index) != (store, index):
+            raise self._error(
+                "record",
+                f"says that it is sample {record.index} of store {record.store}; expected sample {index} of store {store}",
+            )
 
     def _fill(self, buffers: list[NDArray[np.uint8]], offset: int) -> None:
         views = [buffer.data for buffer in buffers]
@@ -187,3 +263,30 @@ class ShardFile:
 
     def _error(self, problem: Problem, message: str) -> ShardError:
         return ShardError(problem, self._path, message)
+
+
+def read_record(path: Path, layout: StoreLayout) -> ShardRecord:
+    """What the shard at `path` says of itself; nothing else of it is looked at.
+
+    Raises ShardError: `missing`, `unreadable`; `truncated` where the file is shorter than a tail; `record` where there is no
+    sound record in it.
+    """
+    if not layout.records:
+        raise ShardError("record", path, "has no record: stores of its format have none")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            place = size - layout.tail_bytes
+            data = os.pread(fd, layout.record_bytes, place) if place >= 0 else b""
+        finally:
+            os.close(fd)
+    except OSError as error:
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        raise ShardError("missing" if missing else "unreadable", path, f"cannot be read: {error.strerror}") from error
+    if place < 0:
+        raise ShardError("truncated", path, f"has {size} bytes; expected a tail of {layout.tail_bytes} at its end")
+    try:
+        return decode(data, crc32c_bytes)
+    except ValueError as error:
+        raise ShardError("record", path, f"has no sound record: it {error}") from error

@@ -81,6 +81,7 @@ def build_store(
     input_ids: Sequence[NDArray[np.int32]] | None = None,
     spec: CaptureSpec | None = None,
     direct: bool = True,
+    codec: str = "none",
 ) -> BuiltStore:
     """Writes a store to `folder/store`, with roots `folder/<name>` that take the samples by turns.
 
@@ -92,6 +93,7 @@ def build_store(
         input_ids: ids of each sample; default: drawn from a vocabulary of 1000.
         spec: the capture spec; default: h_1 up to h_{L-1}, and post_norm.
         direct: use O_DIRECT where the file system has it.
+        codec: how inner chunks are compressed.
     """
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, len(s), dtype=np.int32) for s in states] if input_ids is None else list(input_ids)
@@ -101,7 +103,7 @@ def build_store(
             table.add(Row(sample_id=f"sample-{index}", input_ids=sample, loss_mask=mask, line=index + 1))
         table.finish({"sha256": "none"}, {})
     _, vectors, width = states[0].shape
-    layout = StoreLayout(len(states), max(len(s) for s in states), vectors, width)
+    layout = StoreLayout(len(states), max(len(s) for s in states), vectors, width, codec=codec)
     spec = spec or CaptureSpec(tuple(range(1, vectors)), "post_norm")
     info = create_store(folder / "store", layout, spec, {"name": "test"})
     places = {name: folder / name for name in roots}

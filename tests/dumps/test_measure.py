@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import google_crc32c
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsx.core.invariants import Content
-from hsx.dumps.measure import measure
+from hsx.core.layout import CHUNK_TOKENS
+from hsx.dumps.measure import measure as measure_all
 
 IDS = np.arange(200, dtype=np.int32)
 CLEAN = Content(None, False, 0, None, 0, None, (), ())
+
+
+def measure(states: np.ndarray, input_ids: np.ndarray, expected_ids: np.ndarray) -> Content:
+    """What was found, without the checksums."""
+    return replace(measure_all(states, input_ids, expected_ids), crcs=())
 
 
 def states(tokens: int = 200, layers: int = 3, width: int = 16) -> np.ndarray:
@@ -73,3 +81,11 @@ def test_agrees_with_float_arithmetic_on_arbitrary_bits(seed: int, tokens: int, 
     assert found.zero_rows == int((values == 0).all(-1).sum())
     expected = tuple((a, b) for a in range(layers) for b in range(a + 1, layers) if (bits[:, a] == bits[:, b]).all())
     assert found.equal_states == expected
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 5), (64, 16), (65, 16), (150, 3000), (3, 200_000)])
+def test_checksums_are_those_of_the_rows_of_each_inner_chunk(tokens: int, width: int) -> None:
+    bits = np.random.default_rng(tokens).integers(0, 1 << 16, (tokens, 2, width), dtype=np.uint16)
+    found = measure_all(bits, IDS[:tokens], IDS[:tokens]).crcs
+    chunks = [bits[at : at + CHUNK_TOKENS].tobytes() for at in range(0, tokens, CHUNK_TOKENS)]
+    assert found == tuple(google_crc32c.value(chunk) for chunk in chunks)

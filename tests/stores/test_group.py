@@ -79,7 +79,7 @@ def test_layout_and_spec_must_agree(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "is not Zarr metadata"),
         ("[]", "is not Zarr metadata"),
-        ('{"attributes": {}}', "format is None; expected 'hsx-store-1'"),
+        ('{"attributes": {}}', "format is None; expected 'hsx-store-2' or 'hsx-store-1'"),
         ('{"attributes": {"hsx": {"format": "hsx-store-9"}}}', "format is 'hsx-store-9'"),
         ('{"attributes": {"hsx": {"format": "hsx-store-1"}}}', "KeyError: 'final'"),
     ],
@@ -176,7 +176,7 @@ def test_root_is_an_array_on_its_own(tmp_path: Path) -> None:
     array = zarr.open_array(store.roots[1].folder, mode="r")
     assert np.array_equal(np.asarray(array[3, :8]), states[3])
     assert array.attrs["hsx"] == {
-        "format": "hsx-store-1",
+        "format": "hsx-store-2",
         "store_id": store.info.store_id,
         "states": ["h_1", "h_2", "post_norm"],
     }

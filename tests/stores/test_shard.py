@@ -13,24 +13,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsx.core.layout import StoreLayout, shard_key
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
 from hsx.stores.checksum import crc32c
 from hsx.stores.shard import ShardWriter
 from hsx.stores.shard_reader import ShardError, ShardFile
-from hsx.testing.stores import random_bits
+from hsx.testing.stores import payload, random_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from hsx.ports import Payload
+
 LAYOUT = StoreLayout(samples=4, max_tokens=200, states=2, hidden_size=32)
-MARKER = "hsx1-deadbeef-0-1-5"
+STORE = "11111111-1111-4111-8111-111111111111"
+SPEC = CaptureSpec((1,), "post_norm")
 
 
 def bits(tokens: int, layout: StoreLayout = LAYOUT) -> NDArray[np.uint16]:
     return random_bits(np.random.default_rng(tokens), tokens, layout.states, layout.hidden_size)
 
 
+def writer(folder: Path, layout: StoreLayout = LAYOUT, *, direct: bool = True) -> ShardWriter:
+    return ShardWriter(folder, "r", layout, store=STORE, spec=SPEC, direct=direct)
+
+
+def of(states: NDArray[np.uint16], index: int = 1) -> Payload:
+    return payload(Marker("deadbeef", index, 1, len(states)), states)
+
+
 def write(folder: Path, states: NDArray[np.uint16], layout: StoreLayout = LAYOUT, *, direct: bool = True) -> Path:
-    ShardWriter(folder, "r", layout, direct=direct).write(1, MARKER, states)
+    writer(folder, layout, direct=direct).write(of(states))
     return folder / shard_key(1)
 
 
@@ -47,7 +60,7 @@ def page_aligned(states: NDArray[np.uint16]) -> NDArray[np.uint16]:
 def test_states_come_back_bit_equal(tmp_path: Path, tokens: int, hidden_size: int, direct: bool) -> None:
     layout = StoreLayout(4, 1500, 3, hidden_size)
     states = page_aligned(bits(tokens, layout))
-    receipt = ShardWriter(tmp_path, "r", layout, direct=direct).write(1, MARKER, states)
+    receipt = writer(tmp_path, layout, direct=direct).write(of(states))
     path = tmp_path / shard_key(1)
     assert receipt.root == "r"
     assert receipt.nbytes == path.stat().st_size == layout.file_bytes(tokens)
@@ -73,10 +86,10 @@ def test_slices_are_slices(tmp_path_factory: pytest.TempPathFactory, data: st.Da
 
 def test_one_writer_takes_samples_of_all_alignments(tmp_path: Path) -> None:
     # The scratch of a thread is used again: nothing of an earlier sample may show in a later one.
-    writer = ShardWriter(tmp_path, "r", LAYOUT)
+    shards = writer(tmp_path)
     for tokens in (200, 3, 128, 65, 1, 200):
         for states in (page_aligned(bits(tokens)), bits(tokens + 1)[:tokens]):
-            writer.write(1, MARKER, states)
+            shards.write(of(states))
             with ShardFile(tmp_path / shard_key(1), LAYOUT, tokens) as shard:
                 assert np.array_equal(shard.read(), states)
 
@@ -164,11 +177,15 @@ def test_shard_of_another_length_is_found(tmp_path: Path, held: int) -> None:
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "r", LAYOUT)
+    shards = writer(tmp_path)
     with pytest.raises(ValueError, match="expected C-contiguous uint16"):
-        writer.write(1, MARKER, bits(10)[::2])
+        shards.write(of(bits(10)[::2]))
     with pytest.raises(ValueError, match=r"sample 4 has states \(10, 2, 32\); the store is \(4, 200, 2, 32\)"):
-        writer.write(4, MARKER, bits(10))
+        shards.write(of(bits(10), 4))
     with pytest.raises(ValueError, match="sample has 201 tokens; expected 1 to 200"):
-        writer.write(1, MARKER, bits(201))
+        shards.write(of(bits(201)))
+    with pytest.raises(ValueError, match="is of 5 tokens; its payload has 6 rows and 6 ids"):
+        shards.write(payload(Marker("deadbeef", 1, 1, 5), bits(6)))
+    with pytest.raises(ValueError, match="is of 6 tokens; its payload has 6 rows and 5 ids"):
+        shards.write(payload(Marker("deadbeef", 1, 1, 6), bits(6), np.arange(5, dtype=np.int32)))
     assert list(tmp_path.iterdir()) == []
