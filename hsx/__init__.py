@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from hsx.stores.reader import Store
 
 
-def open(path: str | PathLike[str]) -> Store:  # noqa: A001 - hsx.open mirrors zarr.open; the builtin is not used here
+def open(  # noqa: A001 - hsx.open mirrors zarr.open; the builtin is not used here
+    path: str | PathLike[str], *, roots: Mapping[str, str | PathLike[str]] | None = None, check: bool = True
+) -> Store:
     """Opens a store for reading; see `hsx.stores.reader.Store`.
 
+    Args:
+        path: the store's folder.
+        roots: where roots are mounted today, by name, if neither where the store says nor beside it.
+        check: prove what is read by its checksums.
+
     Raises:
-        RunError: kind `store_invalid` where `path` is not an hsx store.
+        RunError: `store_invalid` where `path` is not an hsx store; `root_unusable` where `roots` names what is no root of it.
     """
     from hsx.stores.reader import Store
 
-    return Store(path)
+    return Store(path, roots=roots, check=check)

@@ -1,4 +1,4 @@
-"""What `hsx.open` returns: a store, read sample by sample.
+"""What `hsx.open` returns: a store, read sample by sample, in batches or in parts.
 
 Reads through the union view, so it needs no ledger and works beside a running job and on a finished store alike.
 """
@@ -6,34 +6,43 @@ Reads through the union view, so it needs no ledger and works beside a running j
 from __future__ import annotations
 
 import operator
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import numpy as np
 
-from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores.group import open_store, read_final_norm
 from hsx.stores.metadata import HIDDEN_STATES
-from hsx.stores.shard_reader import ShardFile
+from hsx.stores.places import Places
+from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from os import PathLike
     from pathlib import Path
 
     import torch
     from numpy.typing import NDArray
 
+    from hsx.core.layout import StoreLayout
     from hsx.stores.group import StoreInfo
+
+
+THREADS: Final = 2
+"""Threads of a batch read: what one waits for the disk, another computes checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSample:
-    """One committed sample.
+    """One committed sample, or the part of it that was asked for.
 
     The arrays are numpy's; the properties without `_numpy` give torch tensors.
 
@@ -55,7 +64,7 @@ class StoredSample:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt, or of the part that was read."""
         return len(self.input_ids_numpy)
 
     @property
@@ -81,21 +90,27 @@ class StoredSample:
 
 
 class Store:
-    """A store, open for reading. Cheap to open, picklable, and safe to use from several threads.
+    """A store, open for reading. Cheap to open, picklable, and safe to use from several threads and after a fork.
 
-    `store[i]` and `store["id"]` read a sample, iterating gives the committed ones in order of their index, `len` counts all
-    samples of the job, committed or not.
+    `store[i]` and `store["id"]` read a sample, `read` a list of them, `stream` reads ahead; iterating gives the committed
+    ones in order of their index, `len` counts all samples of the job, committed or not.
 
     Args:
         path: the group's folder.
-        check: prove every inner chunk that is read by its crc32c.
+        roots: where roots are mounted today, by name, if not where the store says and not beside it; see `Places`.
+        check: prove every inner chunk that is read by its crc32c, and every shard to be its sample's by its own record.
 
     Raises:
-        RunError: `store_invalid` where `path` is not an hsx store or its token arrays cannot be read.
+        RunError: `store_invalid` where `path` is not an hsx store or its token arrays cannot be read; `root_unusable` where
+            `roots` names something that is no root of it.
     """
 
-    def __init__(self, path: str | PathLike[str], *, check: bool = True) -> None:
+    def __init__(
+        self, path: str | PathLike[str], *, roots: Mapping[str, str | PathLike[str]] | None = None, check: bool = True
+    ) -> None:
         self._info = open_store(path)
+        self._given = {name: os.fspath(given) for name, given in (roots or {}).items()}
+        self._places = Places(self._info, self._given)
         self._check = check
         self._table = TokenTable(self._info.path)
         if self._table.count != self._info.layout.samples:
@@ -105,12 +120,17 @@ class Store:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (str(self.path), self._check))
+        return (_reopen, (str(self.path), self._given, self._check))
 
     @property
     def info(self) -> StoreInfo:
-        """What the store says of itself: id, layout, capture spec, model, roots."""
+        """What the store says of itself: id, layout, capture spec, model, and its roots where they were when it was written."""
         return self._info
+
+    @property
+    def roots(self) -> dict[str, Path]:
+        """Where the shards of each root lie now, `<root path>/<store_id>`; without roots that are not there."""
+        return self._places.folders
 
     @property
     def path(self) -> Path:
@@ -150,14 +170,14 @@ class Store:
         return self._info.layout.samples
 
     def __iter__(self) -> Iterator[StoredSample]:
-        return (self.sample(int(index)) for index in self.committed)
+        return self.stream()
 
     def __contains__(self, key: object) -> bool:
         try:
             index = self.index(key) if isinstance(key, int | str) else -1
         except RunError:
             return False
-        return index >= 0 and self._shard(index).is_symlink()
+        return index >= 0 and os.path.lexists(self._places.link(index))
 
     def __getitem__(self, key: SupportsIndex | str) -> StoredSample:
         return self.sample(key)
@@ -175,6 +195,11 @@ class Store:
         """Prompt length of a sample, committed or not. Raises RunError `sample_unknown`."""
         return self._table.tokens(self.index(key))
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Prompt length of every sample, committed or not: int64 [samples]."""
+        return self._table.lengths
+
     def input_ids_numpy(self, key: SupportsIndex | str) -> NDArray[np.int32]:
         """Ids of a sample, committed or not: int32 [tokens]. Raises RunError `sample_unknown`."""
         return self._table.input_ids(self.index(key))
@@ -187,44 +212,161 @@ class Store:
         """Id of a sample, committed or not. Raises RunError `sample_unknown`."""
         return self._table.sample_id(self.index(key))
 
-    def sample(self, key: SupportsIndex | str) -> StoredSample:
-        """Reads a sample by index or id.
+    def sample(
+        self, key: SupportsIndex | str, start: int = 0, stop: int | None = None, *, states: Sequence[str] | None = None
+    ) -> StoredSample:
+        """Reads a sample by index or id, or its tokens from `start` up to `stop`, or some of its states.
 
-        Raises RunError: `sample_unknown` where there is none, or it is not committed; `store_invalid` where its shard is
-        missing, torn or changed.
+        Raises RunError: `sample_unknown` where there is none, it is not committed, or it has no such state; `store_invalid`
+        where its shard is missing, torn, changed, or another sample's; `root_unusable` where its root is not there. Raises
+        ValueError for tokens that the sample does not have.
         """
         index = self.index(key)
+        start, stop = self._range(index, start, stop)
         return StoredSample(
             index=index,
             id=self._table.sample_id(index),
-            state_names=self.state_names,
-            input_ids_numpy=self._table.input_ids(index),
-            loss_mask_numpy=self._table.loss_mask(index),
-            hidden_states_numpy=self.hidden_states_numpy(index),
+            state_names=self.state_names if states is None else self.require_states(states),
+            input_ids_numpy=self._table.input_ids(index)[start:stop],
+            loss_mask_numpy=self._table.loss_mask(index)[start:stop],
+            hidden_states_numpy=self.hidden_states_numpy(index, start, stop, states=states),
         )
 
-    def hidden_states_numpy(self, key: SupportsIndex | str, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
+    def read(
+        self, keys: Iterable[SupportsIndex | str], *, states: Sequence[str] | None = None, threads: int = THREADS
+    ) -> list[StoredSample]:
+        """Reads several samples, in the order of `keys`; see `stream`."""
+        return list(self.stream(keys, states=states, threads=threads))
+
+    def stream(
+        self,
+        keys: Iterable[SupportsIndex | str] | None = None,
+        *,
+        states: Sequence[str] | None = None,
+        threads: int = THREADS,
+        ahead: int | None = None,
+    ) -> Iterator[StoredSample]:
+        """Samples one after the other, of which the next ones are read by threads meanwhile.
+
+        Args:
+            keys: indices or ids; default: all that are committed, in order of their index.
+            states: names of the states to read; default: all.
+            threads: reading threads; 0 to read in this one, when it is asked for.
+            ahead: samples read or being read before they are asked for; they are in memory. Default: as many as threads.
+
+        Raises:
+            RunError, ValueError: as `sample`, when it comes to that sample; ValueError for negative numbers.
+        """
+        ahead = threads if ahead is None else ahead
+        if threads < 0 or ahead < 0:
+            raise ValueError(f"threads is {threads} and ahead {ahead}; expected at least 0")
+        indices = iter(self.committed.tolist() if keys is None else keys)
+        if not threads or not ahead:
+            return (self.sample(key, states=states) for key in indices)
+        return self._read_ahead(indices, states, threads, ahead)
+
+    def _read_ahead(
+        self, keys: Iterator[SupportsIndex | str], states: Sequence[str] | None, threads: int, ahead: int
+    ) -> Iterator[StoredSample]:
+        pending: deque[Future[StoredSample]] = deque()
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="hsx-read")
+        try:
+            for key in keys:
+                pending.append(pool.submit(self.sample, key, states=states))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:  # also where the caller has had enough
+            pool.shutdown(cancel_futures=True)
+
+    def hidden_states_numpy(
+        self,
+        key: SupportsIndex | str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        states: Sequence[str] | None = None,
+        out: NDArray[np.uint16] | None = None,
+    ) -> NDArray[np.uint16]:
         """bf16 bits of a sample's tokens from `start` up to `stop` (default: all), uint16 [stop - start, L, H].
 
-        Reads only the inner chunks that hold them. Raises as `sample`, and ValueError for tokens that the sample has not.
+        Reads only the inner chunks that hold them. With `states`, L is their number and they come in that order; an inner chunk
+        holds all states of its tokens, so this saves memory and not reading. `out`, C-contiguous uint16 of that shape, is
+        filled and returned if given. Raises as `sample`, and ValueError for an `out` that does not fit.
         """
         index = self.index(key)
-        path = self._shard(index)
-        if not path.is_symlink() and not path.exists():
-            raise RunError("sample_unknown", f"sample {index} of store {self.path} is not committed")
-        with ShardFile(path, self._info.layout, self._table.tokens(index), check=self._check) as shard:
-            return shard.read(start, stop)
+        start, stop = self._range(index, start, stop)
+        columns = None if states is None else [self.state_names.index(name) for name in self.require_states(states)]
+        with self._open(index) as shard:
+            return (
+                shard.read(start, stop, out)
+                if columns is None
+                else _columns(shard, start, stop, columns, self._info.layout, out)
+            )
 
-    def hidden_states(self, key: SupportsIndex | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def hidden_states(
+        self, key: SupportsIndex | str, start: int = 0, stop: int | None = None, *, states: Sequence[str] | None = None
+    ) -> torch.Tensor:
         """As `hidden_states_numpy`, as bfloat16."""
-        return _bfloat16(self.hidden_states_numpy(key, start, stop))
+        return _bfloat16(self.hidden_states_numpy(key, start, stop, states=states))
 
-    def _shard(self, index: int) -> Path:
-        return self.path / HIDDEN_STATES / shard_key(index)
+    def require_states(self, names: Sequence[str]) -> tuple[str, ...]:
+        """`names`, if the store has states of these names. Raises RunError `sample_unknown`."""
+        if isinstance(names, str):
+            names = (names,)
+        for name in names:
+            if name not in self.state_names:
+                known = ", ".join(self.state_names)
+                raise RunError("sample_unknown", f"store {self.path} has no state {name!r}; it has {known}")
+        return tuple(names)
+
+    def _range(self, index: int, start: int, stop: int | None) -> tuple[int, int]:
+        tokens = self._table.tokens(index)
+        stop = tokens if stop is None else stop
+        if not 0 <= start <= stop <= tokens:
+            raise ValueError(f"tokens {start} to {stop} are asked for; sample {index} has {tokens}")
+        return start, stop
+
+    def _open(self, index: int) -> ShardFile:
+        path = self._places.shard(index)
+        try:
+            return self._shard(index, path)
+        except ShardError as error:
+            if error.problem != "missing":
+                raise
+            if not os.path.lexists(self._places.link(index)):
+                raise RunError("sample_unknown", f"sample {index} of store {self.path} is not committed") from None
+            elsewhere = self._places.search(index)
+            if elsewhere is None:
+                raise
+        return self._shard(index, elsewhere)
+
+    def _shard(self, index: int, path: Path) -> ShardFile:
+        owner = (self._info.store_id, index) if self._check else None
+        return ShardFile(path, self._info.layout, self._table.tokens(index), check=self._check, owner=owner)
 
 
-def _reopen(path: str, check: bool) -> Store:
-    return Store(path, check=check)
+def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:
+    return Store(path, roots=roots, check=check)
+
+
+def _columns(
+    shard: ShardFile, start: int, stop: int, columns: list[int], layout: StoreLayout, out: NDArray[np.uint16] | None
+) -> NDArray[np.uint16]:
+    """Some states of a shard's tokens, taken out of one inner chunk after the other."""
+    shape = (stop - start, len(columns), layout.hidden_size)
+    if out is None:
+        out = np.empty(shape, np.uint16)
+    elif out.shape != shape or out.dtype != np.uint16:
+        raise ValueError(f"out is {out.dtype} {out.shape}; expected uint16 {shape}")
+    rows = np.empty((layout.chunk_tokens, layout.states, layout.hidden_size), np.uint16)
+    for first in range(start - start % layout.chunk_tokens, stop, layout.chunk_tokens):
+        low, high = max(first, start), min(first + layout.chunk_tokens, stop)
+        part = shard.read(low, high, rows[: high - low])
+        for at, column in enumerate(columns):
+            out[low - start : high - start, at] = part[:, column]
+    return out
 
 
 def _int64(values: NDArray[Any]) -> torch.Tensor:

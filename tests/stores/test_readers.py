@@ -7,7 +7,10 @@ import pickle
 import subprocess
 import sys
 import sysconfig
+import threading
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,9 @@ from hsx.errors import RunError
 from hsx.stores.group import record_final_norm
 from hsx.stores.reader import Store
 from hsx.testing.stores import BuiltStore, build_store, payload, random_bits, random_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LENGTHS = (1, 63, 64, 65, 1500, 128)
 DOCS = Path(__file__).parents[2] / "docs" / "on-disk-format.md"
@@ -152,9 +158,97 @@ def test_unknown_state_is_refused(store: Store) -> None:
     assert error.value.kind == "sample_unknown"
 
 
-def test_slices_of_tokens(built: BuiltStore, store: Store) -> None:
-    assert np.array_equal(store.hidden_states_numpy(4, 100, 300), built.states[4][100:300])
-    assert store.hidden_states("sample-4", 1400).shape == (100, 3, 40)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (100, 300), (64, 128), (70, 71), (1400, 1500), (5, 5)])
+def test_slices_of_tokens_and_states(built: BuiltStore, start: int, stop: int | None, check: bool) -> None:
+    store = hsx.open(built.info.path, check=check)
+    truth = built.states[4][start:stop]
+    assert np.array_equal(store.hidden_states_numpy(4, start, stop), truth)
+    assert np.array_equal(store.hidden_states_numpy(4, start, stop, states=["h_2"]), truth[:, [1]])
+    sample = store.sample("sample-4", start, stop, states=["post_norm", "h_1"])
+    assert sample.state_names == ("post_norm", "h_1")
+    assert np.array_equal(sample.hidden_states_numpy, truth[:, [2, 0]])
+    assert np.array_equal(sample.state("h_1").view(torch.uint16).numpy(), truth[:, 0])
+    assert sample.input_ids.tolist() == built.input_ids[4][start:stop].tolist()
+    assert sample.tokens == len(sample.loss_mask) == len(truth)
+
+
+def test_slices_go_into_memory_that_is_given(built: BuiltStore, store: Store) -> None:
+    out = np.empty((200, 1, 40), np.uint16)
+    assert store.hidden_states_numpy(4, 100, 300, states=["h_2"], out=out) is out
+    assert np.array_equal(out, built.states[4][100:300, [1]])
+    wrongs: list[Any] = [np.empty((199, 1, 40), np.uint16), np.empty((200, 1, 40), np.int16)]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=r"expected uint16 \(200, 1, 40\)"):
+            store.hidden_states_numpy(4, 100, 300, states=["h_2"], out=wrong)
+
+
+def test_a_slice_reads_only_the_chunks_that_hold_it(tmp_path: Path) -> None:
+    """Chunk 1 of three is damaged: what lies in the others is still read."""
+    built = build_store(tmp_path, [random_states(np.random.default_rng(0), 192, 2, 8)], roots=["a"])
+    content = bytearray(built.shard(0).read_bytes())
+    content[built.info.layout.block_bytes] ^= 1
+    built.shard(0).write_bytes(content)
+    store = hsx.open(built.info.path)
+    for states in (None, ["h_1"]):
+        assert store.hidden_states_numpy(0, 0, 64, states=states).shape[0] == 64
+        assert store.hidden_states_numpy(0, 128, 192, states=states).shape[0] == 64
+        with pytest.raises(RunError, match="chunk 1 has crc32c"):
+            store.hidden_states_numpy(0, 63, 65, states=states)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (4, 3), (0, 1501)])
+def test_tokens_that_a_sample_does_not_have_are_refused(store: Store, start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"tokens {start} to {stop} are asked for; sample 4 has 1500"):
+        store.sample(4, start, stop)
+
+
+def test_batches_come_in_the_order_asked_for(built: BuiltStore, store: Store) -> None:
+    wanted: list[int | str] = [4, "sample-0", -3, 4, 1]
+    indices = [4, 0, 3, 4, 1]
+    for threads in (0, 1, 3):
+        found = store.read(wanted, threads=threads)
+        assert [sample.index for sample in found] == indices
+        assert all(np.array_equal(sample.hidden_states_numpy, built.states[sample.index]) for sample in found)
+    assert store.read([]) == []
+    assert [sample.state_names for sample in store.read([2, 3], states=["h_2"])] == [("h_2",), ("h_2",)]
+    with pytest.raises(RunError, match=r"sample 5 of store .* is not committed"):
+        store.read([0, 5, 1])
+    with pytest.raises(ValueError, match="threads is -1 and ahead -1"):
+        store.stream([1], threads=-1)
+
+
+def test_reading_ahead_stops_with_its_reader(store: Store) -> None:
+    """No more than `ahead` keys are taken before the first sample is, and no thread outlives the reader."""
+    taken = []
+
+    def keys() -> Iterator[int]:
+        for index in (0, 1, 2, 3, 4):
+            taken.append(index)
+            yield index
+
+    samples = store.stream(keys(), threads=2, ahead=2)
+    assert next(samples).index == 0
+    assert taken == [0, 1, 2]
+    assert isinstance(samples, Generator)
+    samples.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hsx-read")]
+
+
+def test_a_shard_of_another_sample_is_not_read(tmp_path: Path) -> None:
+    built = build_store(tmp_path, [random_states(np.random.default_rng(i), 70, 2, 8) for i in range(2)], roots=["a"])
+    built.shard(0).write_bytes(built.shard(1).read_bytes())
+    with pytest.raises(RunError, match="says that it is sample 1") as error:
+        hsx.open(built.info.path).sample(0)
+    assert error.value.kind == "store_invalid"
+
+
+def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+    built = build_store(tmp_path, [random_states(np.random.default_rng(0), 70, 2, 8)], roots=["a"])
+    built.shard(0).unlink()
+    with pytest.raises(RunError, match=r"shard .*c\.0\.0\.0\.0?.*No such file") as error:
+        hsx.open(built.info.path).sample(0)
+    assert error.value.kind == "store_invalid"
 
 
 def test_metadata_tells_what_is_stored(built: BuiltStore, store: Store) -> None:
@@ -196,15 +290,6 @@ def test_damaged_shard_is_not_read(tmp_path: Path) -> None:
     assert error.value.kind == "store_invalid"
     unchecked = Store(built.info.path, check=False)
     assert unchecked[0].tokens == 70
-
-
-def test_unmounted_root_is_named(tmp_path: Path) -> None:
-    built = build_store(tmp_path, [random_states(np.random.default_rng(0), 70, 2, 8)], roots=["a"])
-    (tmp_path / "a").rename(tmp_path / "away")
-    store = hsx.open(built.info.path)
-    with pytest.raises(RunError, match="No such file") as error:
-        store.sample(0)
-    assert error.value.kind == "store_invalid"
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
