@@ -48,6 +48,7 @@ _BY_KIND: Final[dict[str, ExitCode]] = {
     "dependency_missing": ExitCode.REFUSED,
     "serve_refused": ExitCode.REFUSED,
     "sample_unknown": ExitCode.REFUSED,
+    "store_sealed": ExitCode.REFUSED,
     "incomplete": ExitCode.INCOMPLETE,
     "store_damaged": ExitCode.DAMAGED,
     "job_locked": ExitCode.LOCKED,

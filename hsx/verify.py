@@ -1,53 +1,62 @@
 """Proves a store: re-reads its shards and compares them with the ledger, the token arrays and the content invariants.
 
-Damage is collected, not raised: one report names all of it. Safe beside a running job, because whatever can be seen is listed
-before the ledger is read: a shard that is listed and not in the ledger was not committed, which is no damage.
+Damage is collected, not raised: one report names all of it. Safe beside a running job and a running move, because whatever can
+be seen is listed before the ledger is read, and because nothing is called damaged before the ledger was asked again.
 """
 
 from __future__ import annotations
 
-import threading
+import time
 import zlib
 from array import array
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hsx.core import invariants
-from hsx.core.dump import DumpHeader
-from hsx.core.layout import shard_key
-from hsx.core.marker import Marker
-from hsx.dumps.measure import measure
 from hsx.errors import RunError
 from hsx.stores.reader import Store
-from hsx.stores.shard_reader import PROBLEMS, ShardError, ShardFile
+from hsx.stores.seal import manifest_faults, read_seal
+from hsx.stores.shard_reader import PROBLEMS
 from hsx.stores.view import UnionView, visible
+from hsx.verify_readers import RootReaders
+from hsx.verify_shard import Expected, Finding, Proof, ShardProver
+from hsx.verify_sources import LedgerSource, SealSource, ViewSource, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from os import PathLike
-    from pathlib import Path
 
-    from hsx.core.invariants import Violation
     from hsx.ports import CommittedRow
+    from hsx.verify_sources import Rows, Source
+    from hsx.verify_state import VerifyState
 
 LISTED: Final = 1000
 """So many damages and uncommitted samples are listed; all are counted."""
+SETTLE_S: Final = 1.0
+"""A link follows its commit at once; one that is not there is looked for again after this."""
+TURNS: Final = 5
+"""So often a sample is read again that moved, or was extracted again, while it was being read."""
 
 KINDS: Final[dict[str, str]] = {
     **{str(problem): meaning for problem, meaning in PROBLEMS.items()},
+    "hole": "the file system has no data for a part of the file: it was never written there, or was given back",
+    "zeroed": "there are zeros in place of data: what a disk returns for what it lost",
+    "record": "the shard says that it is another sample's, attempt's or store's, or has no sound record of its own",
+    "ids": "the shard was made of other token ids than the token arrays have, or those cannot be read",
     "root": "a root of the store cannot be listed, or the ledger names one that the store does not know",
     "ledger": "the ledger has another number of tokens for the sample than the store",
     "size": "the shard file has another size than the ledger says",
-    "crc32c": "the payload has another crc32c than the ledger says: whole, but not what was committed",
+    "crc32c": "the payload has another crc32c than the ledger, or the shard's record, says: whole, but not what was committed",
     "link": "the union view does not show the committed shard; the next `hsx run` repairs it",
     "uncommitted_visible": "the union view shows a sample that the ledger does not hold as committed",
+    "manifest": "a metadata or token file of a sealed store is not what the manifest says",
     "finite": "there are NaN or infinite values",
     "nonzero_rows": "there are all-zero rows",
     "not_repeated": "states are copies of each other, or all rows are equal",
 }
+OF_SHARDS: Final = frozenset(KINDS) - {"root", "ledger", "link", "uncommitted_visible", "manifest", "ids"}
+"""Damage of the stored states themselves, which extracting the sample again mends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,8 @@ class Damage:
     """One thing that is wrong.
 
     Attributes:
-        index: the sample; None where it concerns a whole root.
-        sample_id: its id; "" where it concerns a whole root.
+        index: the sample; None where it concerns a whole root, or the store.
+        sample_id: its id; "" where it concerns a whole root, or the store.
         kind: one of `KINDS`.
         message: what was expected and what was found.
     """
@@ -74,26 +83,33 @@ class VerifyReport:
     Attributes:
         store: path of the store.
         samples: samples of the job.
-        committed: those that the ledger (without one: the union view) holds as committed.
-        read: those whose shards were read and proved.
+        committed: those that the ledger (without one: the seal, or else the union view) holds as committed, and that this
+            verification is about.
+        read: those whose shards were read now.
+        resumed: those that were proved before, by the verification that this one goes on with, and not read again.
         tokens: tokens read.
         nbytes: bytes of the shard files that were read.
         uncommitted: shards without a committed row: left by attempts under way or cut short; no damage.
         uncommitted_indices: the first `LISTED` of them.
         damaged: number of damages.
         damage: the first `LISTED` of them, in the order found.
+        sealed: the store is sealed, and its metadata and tokens were held against its manifest.
+        seconds: how long it took.
     """
 
     store: str
     samples: int
     committed: int = 0
     read: int = 0
+    resumed: int = 0
     tokens: int = 0
     nbytes: int = 0
     uncommitted: int = 0
     uncommitted_indices: list[int] = field(default_factory=list)
     damaged: int = 0
     damage: list[Damage] = field(default_factory=list)
+    sealed: bool = False
+    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -106,101 +122,256 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    index: int
-    path: Path
-    row: CommittedRow | None
+class Reading:
+    """How far the reading is.
 
+    Attributes:
+        samples: shards read so far.
+        samples_total: shards to read.
+        nbytes: bytes read so far.
+        nbytes_total: bytes to read, about.
+        damaged: damages so far.
+        seconds: since the first read.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    tokens: int
+    samples: int
+    samples_total: int
     nbytes: int
-    damage: list[Damage]
+    nbytes_total: int
+    damaged: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate so far; 0 where there is none yet."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that are left at this rate; None where it is not known yet."""
+        rate = self.bytes_per_second
+        return max(self.nbytes_total - self.nbytes, 0) / rate if rate else None
 
 
 def verify(
     store_path: str | PathLike[str],
-    ledger: Iterable[CommittedRow] | None = None,
+    ledger: Iterable[CommittedRow] | Rows | None = None,
     *,
     fraction: float = 1.0,
     seed: int = 0,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[Reading], None] | None = None,
+    on_damage: Callable[[Damage], None] | None = None,
+    since: float | None = None,
+    cold: bool = False,
+    state: VerifyState | None = None,
 ) -> VerifyReport:
     """Verifies a store.
 
     Args:
         store_path: the store.
-        ledger: the committed rows in order of their index, streamed; None to verify what the union view shows, without ledger.
+        ledger: a ledger's reader, which is asked again before anything is called damaged; or committed rows, which are held in
+            memory; or None: a sealed store is held against its own arrays, another against its union view.
         fraction: share of the samples whose shards are read, chosen by `seed`, besides the first. All are looked up, sized
             against the ledger, and their links checked, whatever the fraction.
         seed: another seed reads another share.
-        threads: reading threads.
+        threads: reading threads of each root.
         progress: called with (samples done, samples to do at most), from this thread.
+        watch: called with more, at the same times.
+        on_damage: called with each damage, those that the report does not list included, from this thread.
+        since: only samples that were committed after this, in Unix seconds. Needs a ledger's reader.
+        cold: read from the disks and not from the kernel's cache.
+        state: where proved samples are noted, and which were proved before.
 
     Raises:
-        RunError: `store_invalid` where there is no store to verify; damage is reported instead.
+        RunError: `store_invalid` where there is no store to verify, or its seal is torn; damage is reported instead.
     """
-    return _Verifier(Store(store_path), fraction, seed, threads, progress).run(ledger)
+    store = Store(store_path)
+    verifier = _Verifier(store, threads, on_damage, state, cold=cold)
+    began = time.monotonic()
+    verifier.run(verifier.source(ledger, since), _Choice(fraction, seed), progress, watch)
+    verifier.report.seconds = time.monotonic() - began
+    return verifier.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which shards are read: the first one always, others as seed and index decide."""
+
+    fraction: float
+    seed: int
+
+    def __call__(self, number: int, index: int) -> bool:
+        return number == 0 or zlib.crc32(f"{self.seed}/{index}".encode()) < self.fraction * 2**32
+
+
+class _Work:
+    """Which samples of one root are to be read, in 8 bytes each."""
+
+    def __init__(self) -> None:
+        self.committed = array("q")
+        self.chosen = array("q")
 
 
 class _Verifier:
     def __init__(
-        self, store: Store, fraction: float, seed: int, threads: int, progress: Callable[[int, int], None] | None
+        self,
+        store: Store,
+        threads: int,
+        on_damage: Callable[[Damage], None] | None,
+        state: VerifyState | None,
+        *,
+        cold: bool,
     ) -> None:
         self._store = store
-        self._layout = store.info.layout
         self._view = UnionView(store.info)
-        self._fraction = fraction
-        self._seed = seed
-        self._threads = threads
-        self._progress = progress
-        self._local = threading.local()
-        self._report = VerifyReport(store=str(store.path), samples=len(store))
+        self._on_damage = on_damage
+        self._state = state
+        self._readers: RootReaders[tuple[Expected, Proof] | int] = RootReaders(self._prove, threads)
+        self._prover = ShardProver(store, cold=cold, stopped=lambda: self._readers.stopped)
+        self._shown = self._view.indices()
+        self._links: list[int] = []
+        self._nbytes_total = 0
+        self.report = VerifyReport(store=str(store.path), samples=len(store), sealed=store.info.sealed is not None)
 
-    def run(self, ledger: Iterable[CommittedRow] | None) -> VerifyReport:
-        report = self._report
-        shown = self._view.indices()
-        if ledger is None:
-            self._read(self._shown(shown))
-            return report
-        on_roots = {name: self._list(name) for name in self._store.info.roots}
-        committed = {name: array("q") for name in self._store.info.roots}
-        self._read(self._rows(ledger, committed))
-        everywhere = np.concatenate([np.frombuffer(a, np.int64) for a in committed.values()] or [np.empty(0, np.int64)])
-        for index in np.setdiff1d(shown, everywhere):
-            self._damage(int(index), "uncommitted_visible", "the union view shows it; the ledger has no commit of it")
+    def source(self, ledger: Iterable[CommittedRow] | Rows | None, since: float | None) -> Source:
+        """What the store is held against."""
+        if ledger is not None:
+            return LedgerSource(self._store, rows_of(ledger), since)
+        if self._store.info.sealed is not None:
+            return SealSource(self._store, read_seal(self._store.info))
+        return ViewSource(self._store, self._view, self._shown)
+
+    def run(
+        self,
+        source: Source,
+        choice: _Choice,
+        progress: Callable[[int, int], None] | None,
+        watch: Callable[[Reading], None] | None,
+    ) -> None:
+        self._source = source
+        if self.report.sealed:
+            for fault in manifest_faults(self._store.info):
+                self._damage(None, "manifest", fault)
+        on_roots = {name: self._list(name) for name in self._store.info.roots} if source.whole else {}
+        work = self._survey(choice)
+        total = sum(len(of_root.chosen) for of_root in work.values())
+        began = time.monotonic()
+        for outcome in self._readers.run({name: of_root.chosen for name, of_root in work.items()}):
+            if isinstance(outcome, int):
+                self.report.committed -= 1  # taken back by the job since
+                continue
+            self._collect(*outcome)
+            if progress is not None:
+                progress(self.report.read, self.report.samples)
+            if watch is not None:
+                seconds = time.monotonic() - began
+                report = self.report
+                watch(Reading(report.read, total, report.nbytes, self._nbytes_total, report.damaged, seconds))
+        of_roots = {name: np.frombuffer(of_root.committed, np.int64) for name, of_root in work.items() if of_root.committed}
+        self._judge_view(np.concatenate([*of_roots.values(), np.empty(0, np.int64)]))
         for name, present in on_roots.items():
-            orphans = np.setdiff1d(present, np.frombuffer(committed[name], np.int64))
-            report.uncommitted += len(orphans)
-            report.uncommitted_indices += [int(i) for i in orphans[: LISTED - len(report.uncommitted_indices)]]
-        return report
+            orphans = np.setdiff1d(present, of_roots.get(name, np.empty(0, np.int64)))
+            self.report.uncommitted += len(orphans)
+            room = LISTED - len(self.report.uncommitted_indices)
+            self.report.uncommitted_indices += orphans[:room].tolist()
 
-    def _shown(self, shown: np.typing.NDArray[np.int64]) -> Iterator[_Task]:
-        for index in map(int, shown):
-            self._report.committed += 1
-            if index >= len(self._store):
-                self._damage(index, "uncommitted_visible", f"the union view shows it; the store has {len(self._store)} samples")
+    def _survey(self, choice: _Choice) -> dict[str, _Work]:
+        """Looks at every committed sample without reading it, and gives each root its work."""
+        work: dict[str, _Work] = {name: _Work() for name in self._store.info.roots}
+        number = 0
+        for expected in self._source.expected():
+            self.report.committed += 1
+            if not self._known(expected):
                 continue
-            yield _Task(index, self._view.target(index) or self._view.path(index), None)
+            of_root = work.setdefault(expected.root, _Work())
+            of_root.committed.append(expected.index)
+            if self._source.linked and self._view.target(expected.index) != expected.path:
+                self._links.append(expected.index)
+            if self._state is not None and self._state.proved(expected):
+                self.report.resumed += 1
+            elif choice(number, expected.index):
+                of_root.chosen.append(expected.index)
+                self._nbytes_total += expected.nbytes or self._store.info.layout.file_bytes(expected.tokens)
+            else:
+                self._note(expected, self._prover.look(expected))
+            number += 1
+        return work
 
-    def _rows(self, ledger: Iterable[CommittedRow], committed: dict[str, array[int]]) -> Iterator[_Task]:
-        for row in ledger:
-            self._report.committed += 1
-            if row.root not in committed or not 0 <= row.index < len(self._store):
-                where = f"sample {row.index} on root {row.root!r}"
-                self._damage(row.index, "root", f"the ledger has {where}; the store has no such sample or root")
-                continue
-            committed[row.root].append(row.index)
-            path = self._store.info.folder(row.root) / shard_key(row.index)
-            if self._view.target(row.index) != path:
-                self._damage(row.index, "link", f"the link points to {self._view.target(row.index)}; expected {path}")
-            if row.tokens != self._store.tokens(row.index):
-                self._damage(
-                    row.index, "ledger", f"the ledger has {row.tokens} tokens; expected {self._store.tokens(row.index)}"
-                )
-            yield _Task(row.index, path, row)
+    def _known(self, expected: Expected) -> bool:
+        """Whether the store has such a sample, root and length; else that is the damage."""
+        index, tokens = expected.index, expected.tokens
+        if not 0 <= index < len(self._store):
+            kind = "root" if self._source.whole else "uncommitted_visible"
+            self._damage(index, kind, f"sample {index} is committed or shown; the store has {len(self._store)} samples")
+            return False
+        if self._source.whole and expected.root not in self._store.info.roots:
+            names = ", ".join(self._store.info.roots)
+            self._damage(index, "root", f"the ledger has sample {index} on root {expected.root!r}; the store has {names}")
+            return False
+        if tokens != self._store.tokens(index):
+            self._damage(index, "ledger", f"the ledger has {tokens} tokens; expected {self._store.tokens(index)}")
+        return True
+
+    def _prove(self, _root: str, index: int) -> tuple[Expected, Proof] | int:
+        """In a reading thread: the sample as it is committed now, and what its shard is; its index where it is not any more."""
+        expected = self._source.now(index)
+        return index if expected is None else (expected, self._prover.prove(self._sized(expected)))
+
+    def _sized(self, expected: Expected) -> Expected:
+        """With the length that the token arrays have: a ledger that says otherwise is told of in the survey."""
+        tokens = self._store.tokens(expected.index)
+        if tokens == expected.tokens:
+            return expected
+        return Expected(expected.index, tokens, expected.root, expected.path, expected.nbytes, expected.crc32c, expected.marker)
+
+    def _collect(self, expected: Expected, proof: Proof) -> None:
+        """Takes one result; a sample that is somewhere else by now is read there instead."""
+        for _ in range(TURNS):
+            if not proof.findings:
+                break
+            now = self._source.now(expected.index)
+            if now == expected:
+                break
+            if now is None:
+                self.report.committed -= 1
+                return
+            expected, proof = now, self._prover.prove(self._sized(now))
+        self.report.read += 1
+        self.report.tokens += self._store.tokens(expected.index)
+        self.report.nbytes += proof.nbytes
+        self._note(expected, proof.findings)
+        if self._state is not None and not proof.findings:
+            self._state.note(expected)
+
+    def _note(self, expected: Expected, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._damage(expected.index, finding.kind, finding.message)
+
+    def _judge_view(self, committed: np.typing.NDArray[np.int64]) -> None:
+        """Links that are wrong, or that nothing was committed for. A job that runs has a moment to put them right."""
+        wrong = [index for index in self._links if self._wrong(index)]
+        extra = np.setdiff1d(self._shown, committed).tolist() if self._source.whole else []
+        extra = [index for index in extra if self._uncommitted(index)]
+        if (wrong or extra) and self._source.changing:
+            time.sleep(SETTLE_S)
+        for index in wrong:
+            if expected := self._wrong(index):
+                self._damage(index, "link", f"the link points to {self._view.target(index)}; expected {expected.path}")
+        for index in extra:
+            if self._uncommitted(index):
+                self._damage(index, "uncommitted_visible", "the union view shows it; the ledger has no commit of it")
+
+    def _wrong(self, index: int) -> Expected | None:
+        """What the link should point to, where it points elsewhere."""
+        expected = self._source.now(index)
+        return expected if expected is not None and self._view.target(index) != expected.path else None
+
+    def _uncommitted(self, index: int) -> bool:
+        """Whether the view shows a sample that is not committed."""
+        path = self._view.path(index)
+        return self._source.now(index) is None and (path.is_symlink() or path.exists())
 
     def _list(self, root: str) -> np.typing.NDArray[np.int64]:
         try:
@@ -209,100 +380,12 @@ class _Verifier:
             self._damage(None, "root", f"root {root}: {error.message}")
             return np.empty(0, np.int64)
 
-    def _chosen(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, bool]]:
-        """Each task, with whether its shard is to be read: the first one always, others as seed and index decide."""
-        limit = self._fraction * 2**32
-        for number, task in enumerate(tasks):
-            yield task, number == 0 or zlib.crc32(f"{self._seed}/{task.index}".encode()) < limit
-
-    def _read(self, tasks: Iterator[_Task]) -> None:
-        """Runs the tasks in threads, a few ahead of each other, so that memory is bounded by the largest samples."""
-        pending: set[Future[_Result]] = set()
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-verify") as pool:
-            for task, chosen in self._chosen(tasks):
-                if not chosen:
-                    for kind, message in self._look(task):
-                        self._damage(task.index, kind, message)
-                    continue
-                pending.add(pool.submit(self._prove, task))
-                if len(pending) >= 2 * self._threads:
-                    pending = self._collect(pending, FIRST_COMPLETED)
-            self._collect(pending, "ALL_COMPLETED")
-
-    def _collect(self, pending: set[Future[_Result]], until: str) -> set[Future[_Result]]:
-        done, rest = wait(pending, return_when=until)
-        for future in done:
-            result = future.result()
-            self._report.read += 1
-            self._report.tokens += result.tokens
-            self._report.nbytes += result.nbytes
-            for damage in result.damage:
-                self._add(damage)
-            if self._progress is not None:
-                self._progress(self._report.read, self._report.samples)
-        return rest
-
-    def _look(self, task: _Task) -> list[tuple[str, str]]:
-        """What can be said of a shard without reading it: (kind, message) of each damage."""
-        try:
-            size = task.path.stat().st_size
-        except OSError as error:
-            return [
-                ("missing" if isinstance(error, FileNotFoundError) else "unreadable", f"shard {task.path}: {error.strerror}")
-            ]
-        if task.row is not None and size != task.row.nbytes:
-            return [("size", f"shard {task.path} has {size} bytes; expected {task.row.nbytes}")]
-        return []
-
-    def _prove(self, task: _Task) -> _Result:
-        """Reads one shard and judges it. In a worker thread: touches no shared state."""
-        tokens = self._store.tokens(task.index)
-        found = self._look(task)
-        size = 0
-        try:
-            with ShardFile(task.path, self._layout, tokens) as shard:
-                size = shard.nbytes
-                states, crc = shard.read_all(self._buffer(tokens))
-        except ShardError as error:
-            if error.problem not in {kind for kind, _ in found}:
-                found.append((error.problem, error.message))
-        else:
-            if task.row is not None and crc != task.row.crc32c:
-                found.append(("crc32c", f"shard {task.path} holds payload {crc:08x}; expected {task.row.crc32c:08x}"))
-            found += [(v.invariant, f"shard {task.path}: {v.evidence}") for v in self._content(task.index, states)]
-        sample_id = self._store.sample_id(task.index)
-        return _Result(tokens, size, [Damage(task.index, sample_id, kind, message) for kind, message in found])
-
-    def _content(self, index: int, states: np.typing.NDArray[np.uint16]) -> list[Violation]:
-        """The content invariants, the same that were judged before the commit."""
-        ids = self._store.input_ids_numpy(index)
-        marker = Marker("00000000", index, 1, len(states))  # a stand-in: identity is not judged here
-        spec, width = self._store.info.spec, self._store.hidden_size
-        header = DumpHeader(marker, "", 1, spec, width, "", "")
-        evidence = invariants.Evidence(
-            marker=marker,
-            epoch="",
-            spec=spec,
-            hidden_size=width,
-            dump=header,
-            content=measure(states, ids, ids),
-        )
-        judges = (invariants.finite, invariants.nonzero_rows, invariants.not_repeated)
-        return [violation for judge in judges if (violation := judge(evidence)) is not None]
-
-    def _buffer(self, tokens: int) -> np.typing.NDArray[np.uint16]:
-        """This thread's reading buffer, grown to the largest sample it met."""
-        size = tokens * self._layout.states * self._layout.hidden_size
-        buffer: np.typing.NDArray[np.uint16] | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.size < size:
-            buffer = self._local.buffer = np.empty(size, np.uint16)
-        return buffer[:size].reshape(tokens, self._layout.states, self._layout.hidden_size)
-
     def _damage(self, index: int | None, kind: str, message: str) -> None:
         known = index is not None and 0 <= index < len(self._store)
-        self._add(Damage(index, self._store.sample_id(index) if known and index is not None else "", kind, message))
-
-    def _add(self, damage: Damage) -> None:
-        self._report.damaged += 1
-        if len(self._report.damage) < LISTED:
-            self._report.damage.append(damage)
+        sample_id = self._store.sample_id(index) if known and index is not None else ""
+        damage = Damage(index, sample_id, kind, message)
+        self.report.damaged += 1
+        if len(self.report.damage) < LISTED:
+            self.report.damage.append(damage)
+        if self._on_damage is not None:
+            self._on_damage(damage)
