@@ -131,6 +131,13 @@ def build_parser() -> argparse.ArgumentParser:
     requeue = actions.add_parser("requeue", parents=[job, json, verbose], help="let the next run try samples again")
     requeue.add_argument("indices", metavar="INDEX", nargs="*", type=_index, help="indices of samples, as `list` prints them")
     requeue.add_argument("--all", action="store_true", help="all quarantined samples")
+    move = commands.add_parser(
+        "move", parents=[job, json, verbose], help="move what lies on one root to others, so that its disk can be taken out"
+    )
+    move.add_argument("root", metavar="ROOT", help="the root to drain; it takes no new shards from now on")
+    move.add_argument("--to", metavar="A,B", help="the roots that take its samples; default: all others of the job file")
+    move.add_argument("--dry-run", action="store_true", help="say what would be moved, and whether there is room")
+    move.add_argument("--cancel", action="store_true", help="end a move of this root; it takes shards again")
     invariants = commands.add_parser(
         "invariants", parents=[json, verbose], help="list what is proved of each state, what follows, and how often it fired"
     )

@@ -16,6 +16,7 @@ import numpy as np
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores import metadata
+from hsx.stores.draining import end_draining
 from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, forget_roots, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
@@ -167,12 +168,12 @@ def discard_strays(
 
 
 def attach_roots(
-    info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True, durable: bool = True
+    info: StoreInfo, roots: Mapping[str, Path], *, direct: bool = True, durable: bool = True, writer: str = "hsx"
 ) -> tuple[StoreInfo, list[ShardRoot]]:
     """Makes roots ready to take shards of a store, and records them in it.
 
     A root that the store knows must show the store's identity, wherever it is mounted now; a new one gets it. `roots` maps
-    names to existing folders.
+    names to existing folders; for the rest see `ShardRoot`, and `storage.writer` of the job file.
 
     Returns:
         The store's info with these roots, and the roots in the order given.
@@ -185,11 +186,16 @@ def attach_roots(
         try:
             if name not in info.roots:
                 _lay_out(info, name, path.absolute())
-            _identify(info, name, folder)
+            identify(info, name, folder)
         except OSError as error:
             raise root_error(error, name, folder) from error
     changed = record_roots(info, {name: path.absolute() for name, path in roots.items()})
-    return changed, [ShardRoot(name, changed.folder(name), changed, direct=direct, durable=durable) for name in roots]
+    kind = ShardRoot
+    if writer == "zarr":
+        from hsx.stores.zarr_root import ZarrRoot  # zarr takes a while to import, and no other run needs it
+
+        kind = ZarrRoot
+    return changed, [kind(name, changed.folder(name), changed, direct=direct, durable=durable) for name in roots]
 
 
 def drop_empty_roots(info: StoreInfo, named: Collection[str], homes: Callable[[], Mapping[str, int]]) -> StoreInfo:
@@ -222,18 +228,34 @@ def drop_empty_roots(info: StoreInfo, named: Collection[str], homes: Callable[[]
 
 
 def _lay_out(info: StoreInfo, name: str, path: Path) -> None:
-    """Lays out a new root. One that was laid out and not recorded, for a crash in between, is taken as it is."""
+    """Lays out a new root.
+
+    One that was laid out and not recorded, for a crash in between, is taken as it is; one that was drained and comes back takes
+    shards again.
+    """
     if not path.is_dir():
         raise RunError("root_unusable", f"root {name}: {path} is not a folder; mount its disk, or make the folder on that disk")
     folder = path / info.store_id
     if (folder / IDENTITY).exists():
+        end_draining(folder, name)
         return
     make_folder(folder)
     write_json(folder / metadata.METADATA, metadata.hidden_states(info.layout, array_attributes(info)))
     write_json(folder / IDENTITY, {"format": 1, "store_id": info.store_id, "name": name})
 
 
-def _identify(info: StoreInfo, name: str, folder: Path) -> None:
+def identify(info: StoreInfo, name: str, folder: Path) -> None:
+    """Checks that a folder is that of a store on one of its roots: this tells a disk from the mount point of one that is gone.
+
+    Args:
+        info: the store.
+        name: the root.
+        folder: `<root path>/<store_id>`.
+
+    Raises:
+        RunError: `root_unusable` where it is not, or says nothing sound.
+        OSError: the disk does not let it be looked at.
+    """
     try:
         found = json.loads((folder / IDENTITY).read_bytes())
         identity = (found["store_id"], found["name"])

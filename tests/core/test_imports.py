@@ -17,7 +17,7 @@ LIGHT_FOR_ALL = {"hsx", "hsx.errors", "hsx.ports", "hsx.config"}
 # What hsx modules each part may import, by module prefix; anything else of hsx is a fault. Others' packages are not listed,
 # but for the parts that may only use some.
 ORCHESTRATION = (
-    *("pipeline", "writer", "supervisor", "watchdog", "gate", "admission", "epoch"),
+    *("pipeline", "writer", "space", "supervisor", "watchdog", "gate", "admission", "epoch"),
     *("canary", "vouching", "suspects", "sweeper", "tasks", "violated"),
 )
 CONCRETE = {
@@ -121,8 +121,8 @@ def test_orchestration_knows_ports_and_no_adapter() -> None:
 
 
 def test_only_app_and_the_commands_name_concrete_adapters() -> None:
-    """`wiring` is a part of app; `prepare` and `index` open a job for it; `verify` and `show` are bodies of commands."""
-    allowed = {"app.py", "wiring.py", "prepare.py", "index.py", "verify.py", "show.py", "__init__.py"}
+    """`wiring` is a part of app; `prepare` and `index` open a job for it; `verify`, `show` and `move` are bodies of commands."""
+    allowed = {"app.py", "wiring.py", "prepare.py", "index.py", "verify.py", "show.py", "move.py", "__init__.py"}
     for path in sorted(HSX.glob("*.py")):
         if path.name not in allowed:
             assert imported(path, at_run_time_only=True) & CONCRETE == set(), path.name
