@@ -90,14 +90,14 @@ class ShardWriter:
         check_payload(payload, self._layout)
         final = self._folder / shard_key(payload.marker.index)
         partial = self._folder / f"{final.name}.{payload.marker}{PARTIAL}"
-        size = self._layout.file_bytes(payload.marker.tokens)
+        allocated = self._layout.file_bytes(payload.marker.tokens)
         try:
             try:
                 fd = self._create(partial)
                 try:
-                    os.posix_fallocate(fd, 0, size)
+                    os.posix_fallocate(fd, 0, allocated)
                     crc, size = self._fill(fd, payload)
-                    if self._codec is not None:
+                    if size < allocated:
                         os.ftruncate(fd, size)
                     if self._durable:
                         os.fdatasync(fd)

@@ -19,6 +19,7 @@ from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.testing.stores import EPOCH, BuiltStore, build_store, random_states
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LENGTHS = (70, 70, 5)
@@ -104,8 +105,9 @@ def test_damaged_record_is_found(built: BuiltStore, at: int, words: str) -> None
         (lambda r: replace(r, layers=("x",)), "cannot be understood: ValueError"),
     ],
 )
-def test_record_that_makes_no_sense_is_refused(built: BuiltStore, change: object, words: str) -> None:
-    assert callable(change)
+def test_record_that_makes_no_sense_is_refused(
+    built: BuiltStore, change: Callable[[ShardRecord], ShardRecord], words: str
+) -> None:
     record = change(read_record(built.shard(0), built.info.layout))
     with pytest.raises(ValueError, match=words):
         decode(encode(record, 1024, crc32c_bytes), crc32c_bytes)
@@ -150,6 +152,10 @@ def test_stores_of_the_first_format_are_still_read(built: BuiltStore) -> None:
         assert np.array_equal(store[index].hidden_states_numpy, states)
         with ShardFile(built.shard(index), first, len(states), owner=(built.info.store_id, index)) as shard:
             assert np.array_equal(shard.read(), states)
-    for ask in (lambda: read_record(built.shard(0), first), lambda: ShardFile(built.shard(0), first, 70).record()):
+    asks: list[Callable[[], ShardRecord]] = [
+        lambda: read_record(built.shard(0), first),
+        lambda: ShardFile(built.shard(0), first, 70).record(),
+    ]
+    for ask in asks:
         with pytest.raises(ShardError, match="has no record"):
             ask()

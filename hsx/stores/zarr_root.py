@@ -1,0 +1,86 @@
+"""The reference writer: shards whose blocks zarr-python has encoded.
+
+For comparison, not for speed: it takes a sample several times through memory, and the interpreter lock for tenths of a second.
+What makes a shard safe is the same code as in hsx's own writer - preallocation, sync, rename - and so is its record, which is
+put in front of the index that zarr-python has written. The two pass one contract suite (`hsx.testing.root_contract`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import zarr
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import MemoryStore
+
+from hsx.core.layout import ENTRY_BYTES, PAGE, round_up, shard_key
+from hsx.stores import metadata
+from hsx.stores.bfloat16 import Buffer
+from hsx.stores.checksum import crc32c
+from hsx.stores.durable import write_all
+from hsx.stores.root import ShardRoot
+from hsx.stores.shard import ShardWriter, make_record, write_tail
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hsx.core.layout import StoreLayout
+    from hsx.ports import Payload
+
+_CONFIG: Final = {"array.write_empty_chunks": True}
+"""A chunk of nothing but fill is stored like any other: absent never means empty."""
+_opening: Final = threading.Lock()  # the setting is the whole process's, and an array keeps what it found when it was opened
+
+
+class ZarrRoot(ShardRoot):
+    """A root that is written through zarr-python; implements the port `Root` as `ShardRoot` does."""
+
+    def _make_writer(self, *, direct: bool) -> ShardWriter:
+        info = self._info
+        return ZarrShardWriter(
+            self._folder,
+            self._name,
+            info.layout,
+            store=info.store_id,
+            spec=info.spec,
+            direct=False,
+            durable=self._durable,
+        )
+
+
+class ZarrShardWriter(ShardWriter):
+    """As `ShardWriter`, with blocks by zarr-python: one after the other, without padding between them."""
+
+    def _fill(self, fd: int, payload: Payload) -> tuple[int, int]:
+        layout = self._layout
+        shard = encode_shard(payload.marker.index, payload.states, layout)
+        blocks, index = shard[: -layout.index_bytes], shard[-layout.index_bytes :]
+        chunks = layout.chunks(payload.marker.tokens)
+        entries = index[: chunks * ENTRY_BYTES].view("<u8").reshape(-1, 2)
+        crc = crc32c(payload.states.reshape(-1).view(np.uint8))
+        tail = np.empty(layout.tail_bytes, np.uint8)
+        record = make_record(payload, self._store, self._spec, layout.hidden_size, crc)
+        write_tail(tail, layout, record, [(offset, nbytes) for offset, nbytes in entries.tolist()])
+        write_all(fd, [blocks.data], 0)
+        return crc, write_all(fd, [tail.data], round_up(blocks.size, PAGE))
+
+
+def encode_shard(index: int, states: NDArray[np.uint16], layout: StoreLayout) -> NDArray[np.uint8]:
+    """A sample's shard as zarr-python makes it: uint8, the index at its end.
+
+    Args:
+        index: the sample.
+        states: bf16 bits [tokens, L, H].
+        layout: the store's shape.
+    """
+    document = json.dumps(metadata.hidden_states(layout, {})).encode()
+    store = MemoryStore({metadata.METADATA: Buffer.from_bytes(document)})
+    with _opening, zarr.config.set(_CONFIG):
+        array = zarr.open_array(store, mode="r+")
+    array[index, : len(states)] = states
+    shard = zarr.core.sync.sync(store.get(shard_key(index), default_buffer_prototype()))
+    assert shard is not None
+    return shard.as_numpy_array().view(np.uint8)

@@ -1,0 +1,225 @@
+"""What hsx relies on in a root, as tests: every way of writing shards passes the same suite.
+
+A test module subclasses `RootContract` and gives it a fixture `made` with an empty store and one root of it. What was written
+is read back in three ways that share no code with the writers: hsx's own shard reader, zarr-python and tensorstore.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+
+from hsx.core.layout import PAGE, StoreLayout, shard_key
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.dumps.measure import measure
+from hsx.errors import RunError
+from hsx.ports import Payload
+from hsx.stores.checksum import crc32c, ids_digest
+from hsx.stores.group import create_store
+from hsx.stores.root import attach_roots
+from hsx.stores.shard_reader import ShardFile, read_record
+from hsx.testing.stores import EPOCH, RUN, payload, random_bits, random_states
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hsx.ports import Receipt, Root
+    from hsx.stores.group import StoreInfo
+
+SPEC: Final = CaptureSpec((1, 2), "pre_norm")
+LENGTHS: Final = (1, 63, 64, 65, 128, 200, 320)
+SAMPLES: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A root under test.
+
+    Attributes:
+        info: its store.
+        root: it.
+        folder: where its shards lie.
+    """
+
+    info: StoreInfo
+    root: Root
+    folder: Path
+
+    def write(self, states: NDArray[np.uint16], index: int = 0, attempt: int = 1) -> Receipt:
+        """Writes states as an attempt of a sample."""
+        return self.root.write(payload(Marker(RUN, index, attempt, len(states)), states))
+
+    def shard(self, index: int = 0) -> Path:
+        """The shard of a sample."""
+        return self.folder / shard_key(index)
+
+    def names(self) -> set[str]:
+        """All names in the folder."""
+        return {entry.name for entry in os.scandir(self.folder)}
+
+
+def make(folder: Path, hidden_size: int = 32, codec: str = "none", **how: Any) -> Made:  # noqa: ANN401 - passed on
+    """An empty store in `folder/store`, and its root `folder/a`, an existing or new folder; `how` is for `attach_roots`."""
+    layout = StoreLayout(SAMPLES, max(LENGTHS), SPEC.states, hidden_size, codec=codec)
+    (folder / "a").mkdir(parents=True, exist_ok=True)
+    info, (root,) = attach_roots(create_store(folder / "store", layout, SPEC, {}), {"a": folder / "a"}, **how)
+    return Made(info, root, root.folder)
+
+
+def as_dump(states: NDArray[np.uint16], folder: Path, index: int = 0) -> Payload:
+    """The payload of a dump that was judged: states in a file's mapping, their checksums, and the file for the kernel."""
+    tokens = len(states)
+    path = folder / f"dump-{index}"
+    path.write_bytes(bytes(PAGE) + states.tobytes())
+    fd = os.open(path, os.O_RDONLY)  # the test's process ends before it matters
+    mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    mapped = np.frombuffer(mapping, np.uint16, states.size, PAGE).reshape(states.shape)
+    ids = np.arange(tokens, dtype=np.int32)[::-1].copy()
+    crcs = measure(mapped, ids, ids).crcs
+    return Payload(Marker(RUN, index, 1, tokens), EPOCH, 7, ids, mapped, crcs, (fd, PAGE))
+
+
+class RootContract:
+    """The suite. Subclasses provide the fixture `made`."""
+
+    @pytest.mark.parametrize("tokens", LENGTHS)
+    def test_states_come_back_bit_equal_by_every_reader(self, made: Made, tokens: int) -> None:
+        """Any bits, whichever reader reads them; what follows them is fill; and the receipt is right."""
+        import tensorstore
+        import zarr
+
+        layout = made.info.layout
+        states = random_bits(np.random.default_rng(tokens), tokens, layout.states, layout.hidden_size)
+        receipt = made.write(states)
+        assert receipt.root == made.root.name
+        assert receipt.nbytes == made.shard().stat().st_size <= layout.file_bytes(tokens)
+        assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
+        assert np.array_equal(made.root.read(0, tokens), states)
+        (made.info.path / "hidden_states" / shard_key(0)).symlink_to(made.shard())
+        group = zarr.open_group(made.info.path, mode="r")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(made.folder)}}
+        for found in (
+            np.asarray(group["hidden_states"][0]),  # type: ignore[index]  # an array, by its place
+            tensorstore.open(spec, read=True).result()[0].read().result().view(np.uint16),
+        ):
+            assert np.array_equal(found[:tokens], states)
+            assert bool((found[tokens:] == 0x7FC0).all())
+
+    @pytest.mark.parametrize("tokens", [1, 100, 320])
+    def test_a_judged_dump_is_written_as_it_was_judged(self, made: Made, tmp_path: Path, tokens: int) -> None:
+        """Mapped states with checksums and a file behind them give the same shard as the same states alone."""
+        layout = made.info.layout
+        states = random_bits(np.random.default_rng(tokens), tokens, layout.states, layout.hidden_size)
+        judged = as_dump(states, tmp_path)
+        receipt = made.root.write(judged)
+        assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
+        with ShardFile(made.shard(), layout, tokens, owner=(made.info.store_id, 0)) as shard:
+            found, crc = shard.read_all()
+        assert np.array_equal(found, states)
+        assert crc == receipt.crc32c
+
+    def test_the_shard_says_whose_it_is(self, made: Made, tmp_path: Path) -> None:
+        """Its record has all that a lost ledger would need."""
+        layout = made.info.layout
+        judged = as_dump(random_states(np.random.default_rng(0), 70, layout.states, layout.hidden_size), tmp_path, 3)
+        receipt = made.root.write(judged)
+        record = read_record(made.shard(3), layout)
+        assert (record.store, record.index, record.marker) == (made.info.store_id, 3, str(judged.marker))
+        assert (record.epoch, record.sequence, record.tokens) == (EPOCH, 7, 70)
+        assert record.ids == ids_digest(judged.input_ids)
+        assert (record.layers, record.final, record.hidden_size) == (SPEC.layers, SPEC.final, layout.hidden_size)
+        assert record.crc32c == receipt.crc32c
+
+    def test_rows_that_look_like_fill_are_rows(self, made: Made) -> None:
+        """A chunk of NaN is stored as any other: the content gates judge, a writer does not leave out."""
+        states = np.full((130, *made.info.layout.shape[2:]), 0x7FC0, np.uint16)
+        states[-1] = 1
+        made.write(states)
+        assert np.array_equal(made.root.read(0, 130), states)
+
+    def test_nothing_but_the_shard_is_left(self, made: Made) -> None:
+        """No partial file, no second name."""
+        before = made.names()
+        made.write(random_states(np.random.default_rng(0), 70, *made.info.layout.shape[2:]))
+        made.root.sync()
+        assert made.names() - before == {shard_key(0)}
+
+    def test_a_later_attempt_replaces_an_earlier_one(self, made: Made) -> None:
+        """Also by a shorter shard of an attempt that began anew; nothing of the first is left."""
+        first = random_states(np.random.default_rng(0), 200, *made.info.layout.shape[2:])
+        second = random_states(np.random.default_rng(1), 200, *made.info.layout.shape[2:])
+        made.write(first)
+        receipt = made.write(second, attempt=2)
+        assert np.array_equal(made.root.read(0, 200), second)
+        assert made.shard().stat().st_size == receipt.nbytes
+
+    def test_threads_write_different_samples_at_once(self, made: Made) -> None:
+        """Scratch memory is a thread's own."""
+        shape = made.info.layout.shape[2:]
+        states = [random_states(np.random.default_rng(i), LENGTHS[i % len(LENGTHS)], *shape) for i in range(SAMPLES)]
+        with ThreadPoolExecutor(4) as pool:
+            receipts = list(pool.map(made.write, states, range(SAMPLES)))
+        for index, (sample, receipt) in enumerate(zip(states, receipts, strict=True)):
+            assert np.array_equal(made.root.read(index, len(sample)), sample)
+            assert receipt.crc32c == crc32c(sample.reshape(-1).view(np.uint8))
+
+    def test_discard_and_sweep(self, made: Made) -> None:
+        """Only what they name, and what is not there is fine."""
+        shape = made.info.layout.shape[2:]
+        for index in range(2):
+            made.write(random_states(np.random.default_rng(index), 10, *shape), index)
+        (made.folder / f"{shard_key(5)}.hsx1-{RUN}-5-1-10.partial").write_bytes(b"torn")
+        assert made.root.sweep() == 1
+        made.root.discard(0)
+        made.root.discard(0)
+        assert shard_key(0) not in made.names()
+        assert made.root.read(1, 10).shape == (10, *shape)
+        assert made.root.free() > 0
+
+    def test_what_is_not_there_is_not_read(self, made: Made) -> None:
+        """Absent is an error, never zeros."""
+        with pytest.raises(RunError, match="cannot be opened") as error:
+            made.root.read(4, 10)
+        assert error.value.kind == "store_invalid"
+
+    def test_a_changed_byte_is_found(self, made: Made) -> None:
+        """In the first block and in the index."""
+        states = random_states(np.random.default_rng(0), 70, *made.info.layout.shape[2:])
+        for at in (40, -8):
+            made.write(states)
+            content = bytearray(made.shard().read_bytes())
+            content[at] ^= 1
+            made.shard().write_bytes(content)
+            with pytest.raises(RunError, match="has crc32c") as error:
+                made.root.read(0, 70)
+            assert error.value.kind == "store_invalid"
+
+    def test_payloads_that_do_not_fit_are_refused(self, made: Made) -> None:
+        """Before anything is written."""
+        before = made.names()
+        shape = made.info.layout.shape[2:]
+        with pytest.raises(ValueError, match=f"sample has {max(LENGTHS) + 1} tokens"):
+            made.write(random_states(np.random.default_rng(0), max(LENGTHS) + 1, *shape))
+        with pytest.raises(ValueError, match=f"sample {SAMPLES} has states"):
+            made.write(random_states(np.random.default_rng(0), 3, *shape), SAMPLES)
+        with pytest.raises(ValueError, match="expected C-contiguous uint16"):
+            made.write(random_states(np.random.default_rng(0), 20, *shape)[::2])
+        assert made.names() == before
+
+    def test_a_root_that_is_gone_is_unusable(self, made: Made) -> None:
+        """Whatever is asked of it."""
+        states = random_states(np.random.default_rng(0), 3, *made.info.layout.shape[2:])
+        made.folder.rename(made.folder.with_name("away"))
+        for ask in (made.root.free, made.root.sync, made.root.sweep, lambda: made.write(states)):
+            with pytest.raises(RunError) as error:
+                ask()
+            assert error.value.kind == "root_unusable"
