@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsx.commands.job import require_begun
 from hsx.commands.output import emit, emit_json, plural, table
+from hsx.commands.reading_view import ReadingView
+from hsx.commands.since import since
 from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.locks import locked
+from hsx.progress_view import duration
 from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.verify import VerifyReport, verify
 from hsx.verify_hf import TOLERANCE, HfReport, against_hf, require_model
+from hsx.verify_state import FILE_NAME as STATE_NAME
+from hsx.verify_state import VerifyState, read_past, state_beside
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
+
+    from hsx.stores.group import StoreInfo
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,14 +41,11 @@ def run(args: argparse.Namespace) -> int:
         raise RunError("usage", "hsx verify takes either a job file or --store")
     if args.against_hf is not None:
         require_model(args.against_hf)  # before the store is read, which may take hours
-    if args.store is not None:
-        store = Path(args.store)
-        report = verify(store, None, fraction=args.fraction, seed=args.seed, progress=_Progress("shards"))
-    else:
-        loaded = load(args.job)
-        require_begun(loaded)
-        store = loaded.store
-        report = _with_ledger(args, store, loaded.state_dir / FILE_NAME)
+    if args.resume and args.fraction < 1:
+        raise RunError("usage", "--resume goes on with a verification of all samples; expected no --fraction beside it")
+    if args.store is not None and args.since is not None:
+        raise RunError("usage", "--since needs the ledger, which says when samples were committed; expected a job file")
+    store, report = _of_store(args) if args.store is not None else _of_job(args)
     truth = _recomputed(args, store) if args.against_hf is not None else None
     if args.json:
         emit_json({**report.as_dict(), **({"against_hf": truth.as_dict()} if truth else {})})
@@ -50,12 +58,62 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _with_ledger(args: argparse.Namespace, store: Path, ledger: Path) -> VerifyReport:
-    if not ledger.exists():
-        raise RunError("ledger_failed", f"{ledger} does not exist; expected the job's ledger, or use --store to do without")
-    with LedgerReader(ledger) as reader:
-        require_run(open_store(store), reader.run, ledger)
-        return verify(store, reader.committed(), fraction=args.fraction, seed=args.seed, progress=_Progress("shards"))
+def _of_store(args: argparse.Namespace) -> tuple[Path, VerifyReport]:
+    info = open_store(Path(args.store))
+    return info.path, _verify(args, info, None, state_beside(info.path))
+
+
+def _of_job(args: argparse.Namespace) -> tuple[Path, VerifyReport]:
+    loaded = load(args.job)
+    require_begun(loaded)
+    path = loaded.state_dir / FILE_NAME
+    if not path.exists():
+        raise RunError("ledger_failed", f"{path} does not exist; expected the job's ledger, or use --store to do without")
+    with LedgerReader(path) as reader:
+        info = open_store(loaded.store)
+        require_run(info, reader.run, path)
+        return loaded.store, _verify(args, info, reader, loaded.state_dir / STATE_NAME)
+
+
+@contextmanager
+def _state(args: argparse.Namespace, path: Path, info: StoreInfo) -> Iterator[VerifyState | None]:
+    """What this verification remembers: nothing where it reads a share only, or where it may not write, unless it is to go on.
+
+    Raises RunError `job_locked` where another verification of all of this store is under way.
+    """
+    with ExitStack() as stack:
+        state = None
+        if args.fraction < 1:
+            yield state
+            return
+        try:
+            stack.enter_context(locked(path.with_name(path.name + ".lock"), f"the verification of store {info.path}"))
+            state = stack.enter_context(VerifyState(path, info, resume=args.resume))
+        except RunError as error:
+            if args.resume or error.kind == "job_locked":
+                raise
+        yield state
+
+
+def _verify(args: argparse.Namespace, info: StoreInfo, reader: LedgerReader | None, path: Path) -> VerifyReport:
+    after = None
+    if args.since is not None:
+        after = since(args.since, time.time(), read_past(path, info.store_id).sound_until)
+    with _state(args, path, info) as state:
+        report = verify(
+            info.path,
+            reader,
+            fraction=args.fraction,
+            seed=args.seed,
+            threads=args.threads,
+            since=after,
+            cold=args.cold,
+            state=state,
+            watch=ReadingView(sys.stderr),
+        )
+        if state is not None:
+            state.finish(sound=report.ok, since=after)
+    return report
 
 
 def _recomputed(args: argparse.Namespace, store: Path) -> HfReport:
@@ -78,11 +136,14 @@ class _Progress:
 
 def describe(report: VerifyReport) -> str:
     """The report as text."""
+    rate = f", {report.nbytes / report.seconds / 1e9:.2f} GB/s" if report.seconds > 0 else ""
     lines = [
-        f"store      {report.store}",
+        f"store      {report.store}" + (", sealed" if report.sealed else ""),
         f"samples    {report.samples}, committed {report.committed}",
-        f"read       {report.read} shards, {report.tokens} tokens, {report.nbytes} bytes",
+        f"read       {report.read} shards, {report.tokens} tokens, {report.nbytes} bytes in {duration(report.seconds)}{rate}",
     ]
+    if report.resumed:
+        lines.append(f"before     {report.resumed} shards were proved by the verification that this one continues")
     if report.uncommitted:
         lines.append(f"left over  {report.uncommitted} shards of attempts that were not committed (no damage)")
     if report.ok:

@@ -51,7 +51,7 @@ async def _extract(loaded: LoadedConfig) -> None:
     for lease in leases[:3]:
         index, tokens = lease.sample.index, lease.sample.tokens
         marker = Marker(ledger.run, index, 1, tokens)
-        receipt = root.write(payload(marker, random_states(rng, tokens, 3, 64)))
+        receipt = root.write(payload(marker, random_states(rng, tokens, 3, 64), job.samples.input_ids(index)))
         root.sync()
         await ledger.commit([Commit(lease, marker, EPOCH, index + 1, receipt, {"request": 0.1}, adopted=False)])
         view.link(index, "a")
