@@ -1,10 +1,13 @@
 #!/bin/bash
-# setup_system.sh: Debian's packages `systemd` (for systemd-analyze) and `strace` (for the tests of failing disks), where one is
-# missing and this user may install it.
+# setup_system.sh: Debian's packages `systemd` (for systemd-analyze), and `strace`, `e2fsprogs`, `mount` and `util-linux` (for the
+# tests on failing disks), where one is missing and this user may install it.
 set -euo pipefail
 missing=()
 command -v systemd-analyze > /dev/null || missing+=(systemd)
 command -v strace > /dev/null || missing+=(strace)
+command -v mkfs.ext4 > /dev/null || missing+=(e2fsprogs)
+command -v mount > /dev/null || missing+=(mount)
+command -v unshare > /dev/null || missing+=(util-linux)
 if [ ${#missing[@]} = 0 ]; then
   exit 0
 fi

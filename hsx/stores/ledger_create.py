@@ -37,7 +37,8 @@ def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterabl
     """
     draft = path.with_suffix(".new")
     with translated(path):
-        draft.unlink(missing_ok=True)
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            draft.with_name(draft.name + suffix).unlink(missing_ok=True)
         connection = sqlite3.connect(draft)
         try:
             connection.executescript(SCHEMA + TRUST + TOTALS)
@@ -48,7 +49,11 @@ def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterabl
             rows = ((r.line, r.sample_id, r.reason, r.message) for r in rejected)
             connection.executemany("INSERT OR REPLACE INTO rejected VALUES (?, ?, ?, ?)", rows)
             connection.executescript(RECKONED)  # commits what is under way first
+            # Not left to the first use: a crash while the mode is changed leaves a file that read-only connections refuse.
+            connection.execute("PRAGMA journal_mode = WAL")
         finally:
             connection.close()
+        for beside in ("-wal", "-shm"):  # of another ledger, whose file was taken away: it would be played into this one
+            path.with_name(path.name + beside).unlink(missing_ok=True)
         draft.rename(path)
         sync_folder(path.parent)

@@ -19,6 +19,7 @@ from hsx.errors import EngineError, RunError
 from hsx.ports import BadRow, Commit, Receipt
 from hsx.stores.ledger import SqliteLedger, create, new_run
 from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.ledger_schema import connect
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -159,6 +160,17 @@ def test_a_ledger_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=f"{folder}/ledger.sqlite") as caught:
             create(tmp_path / folder / "ledger.sqlite", new_run(), {}, TOKENS, [])
         assert caught.value.kind == "ledger_failed"
+
+
+def test_a_new_ledger_needs_no_writer_to_be_read(tmp_path: Path) -> None:
+    """Its first use changes nothing in it: a crash in the middle of a change of mode would lock every reader out."""
+    path = tmp_path / "ledger.sqlite"
+    path.with_name("ledger.new-journal").write_bytes(b"of a killed one")
+    create(path, "deadbeef", {}, [1, 2, 3], [])
+    before = path.read_bytes()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    connect(path).close()
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_under_the_ledger(small_disk: Path) -> None:
