@@ -310,7 +310,11 @@ class Mover:
         """Makes the copies the samples, where the originals still are; returns those."""
         with self._held(), self._ledger.transaction():
             ready = [copy for copy in copies if self._ledger.row(copy.row.index) == copy.row and self._in_place(copy)]
-            self._left_alone += len(copies) - len(ready)
+            for copy in copies:
+                if copy not in ready:
+                    # Revoked, and perhaps committed elsewhere again. While it is pending its file may be a new attempt's.
+                    self._left_alone += 1
+                    self._clear_stray(copy.target, copy.row.index)
             for target in self._renamed:
                 self._sync(target)
             self._renamed.clear()

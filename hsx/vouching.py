@@ -115,7 +115,7 @@ class Vouching:
         telling = next((row for row in rows if row.tokens >= TELLING_TOKENS), rows[0])
         for row in {rows[0].index: rows[0], telling.index: telling}.values():
             try:
-                stored, ids = await asyncio.to_thread(self._store.read, row)
+                stored, ids = await self._read(gone, row)
             except RunError as error:
                 self._observer.error_met(error.kind, f"sample {row.index} cannot vouch for epoch {gone}: {error.message}")
                 return
@@ -131,6 +131,16 @@ class Vouching:
                 return
         await self._ledger.vouch(gone, rows[0].sequence)
         self._observer.canary_passed(gone, rows[0].sequence)
+
+    async def _read(self, gone: str, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+        """Reads a committed sample, also where `hsx move` has brought it to another root since the ledger was asked."""
+        try:
+            return await asyncio.to_thread(self._store.read, row)
+        except RunError:
+            now = next((other for other in await self._ledger.last_doubtful(gone, LAST) if other.index == row.index), row)
+            if now == row:
+                raise
+            return await asyncio.to_thread(self._store.read, now)
 
     async def _failed_again(self, gone: str, evidence: str, error: EngineError) -> None:
         """A sample that fails every new server must not keep all of them from beginning: then it is as if they disagreed."""

@@ -102,7 +102,7 @@ def test_a_stray_that_comes_while_it_is_copied_gives_way(bench: MoveBench) -> No
 
 
 def test_a_copy_that_goes_missing_is_made_again(bench: MoveBench) -> None:
-    taken = []
+    taken: list[str] = []
 
     def take(step: str) -> None:
         if step == "copied" and not taken:
