@@ -122,6 +122,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="largest relative error of a token for --against-hf (default: 2^-7, for a server in float32; in bf16 try 0.1)",
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="which samples are chosen (default: 0)")
+    verify.add_argument(
+        "--since",
+        metavar="WHEN",
+        help="only what was committed since: 12h, 3d, an ISO time, or `last`, the last sound one",
+    )
+    verify.add_argument("--resume", action="store_true", help="go on with a verification that was cut short")
+    verify.add_argument("--cold", action="store_true", help="read from the disks, not from the kernel's cache")
+    verify.add_argument("--threads", type=_count, default=2, metavar="N", help="reading threads of each root (default: 2)")
+    seal = commands.add_parser(
+        "seal", parents=[job, json, verbose], help="prove a finished store, list its checksums, and let nothing change it"
+    )
+    seal.add_argument("--partial", action="store_true", help="seal what is there, though samples are pending or in doubt")
+    seal.add_argument("--no-verify", action="store_true", help="look for each shard, and read none")
+    seal.add_argument("--undo", action="store_true", help="take the seal away")
     show = commands.add_parser("show", parents=[job, json, verbose], help="show one sample: ids, norms, where it lies")
     show.add_argument("sample", metavar="SAMPLE", help="index or id of the sample")
     quarantine = commands.add_parser("quarantine", help="list quarantined samples, or give them another chance")
@@ -138,6 +152,21 @@ def build_parser() -> argparse.ArgumentParser:
     move.add_argument("--to", metavar="A,B", help="the roots that take its samples; default: all others of the job file")
     move.add_argument("--dry-run", action="store_true", help="say what would be moved, and whether there is room")
     move.add_argument("--cancel", action="store_true", help="end a move of this root; it takes shards again")
+    repair = commands.add_parser(
+        "repair", parents=[job, json, verbose], help="have damaged and lost samples extracted again; build a lost ledger again"
+    )
+    repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
+    repair.add_argument("--report", metavar="FILE", help="write one line of JSON for each damage, and what became of it")
+    repair.add_argument(
+        "--lost",
+        metavar="ROOT",
+        action="append",
+        default=[],
+        help="this root is gone for good: its samples are extracted again; may be given more than once",
+    )
+    repair.add_argument(
+        "--rebuild-ledger", action="store_true", help="build a missing or broken ledger again, from the shards and its copies"
+    )
     invariants = commands.add_parser(
         "invariants", parents=[json, verbose], help="list what is proved of each state, what follows, and how often it fired"
     )

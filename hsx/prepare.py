@@ -12,7 +12,7 @@ from hsx.errors import RunError
 from hsx.index import build_index, recorded_bad_rows
 from hsx.model_config import model_fingerprint, read_model_shape
 from hsx.stores import ledger
-from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store, refuse_populated, require_run
+from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store, refuse_populated, require_run, require_unsealed
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, translated
 from hsx.stores.tokens import TokenTable
@@ -71,8 +71,8 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
         progress: called now and then, while the dataset is read, with (rows, tokens).
 
     Raises:
-        RunError: `job_changed`, naming each field that differs, or where the store belongs to another ledger; what
-            `build_index`, `create_store` and the ledger raise.
+        RunError: `store_sealed`; `job_changed`, naming each field that differs, or where the store belongs to another ledger;
+            what `build_index`, `create_store` and the ledger raise.
     """
     shape = read_model_shape(loaded.model)
     dataset = open_dataset(loaded.config, shape)
@@ -90,6 +90,7 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
             )
         store = open_store(loaded.store)
         require_run(store, run, path)
+        require_unsealed(store)
         return OpenJob(loaded.spec, shape, store, TokenTable(loaded.store), path)
     refuse_populated(loaded.store)
     with translated(path):

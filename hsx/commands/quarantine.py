@@ -12,6 +12,7 @@ from hsx.config_load import load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
+from hsx.stores.group import open_store, require_unsealed
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise RunError("usage", "hsx quarantine requeue takes either indices of samples or --all")
     # A running job holds its samples by state in memory: it must not be changed under it.
     with locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"):
+        require_unsealed(open_store(loaded.store))
         return _requeue(path, None if args.all else args.indices, args.json)
 
 
