@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 import numpy as np
 
 from hsx.errors import RunError
+from hsx.stores.buffers import BufferPool
 from hsx.stores.group import open_store, read_final_norm
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.places import Places
@@ -112,6 +113,7 @@ class Store:
         self._given = {name: os.fspath(given) for name, given in (roots or {}).items()}
         self._places = Places(self._info, self._given)
         self._check = check
+        self._pool = BufferPool()
         self._table = TokenTable(self._info.path)
         if self._table.count != self._info.layout.samples:
             raise RunError(
@@ -298,12 +300,19 @@ class Store:
         index = self.index(key)
         start, stop = self._range(index, start, stop)
         columns = None if states is None else [self.state_names.index(name) for name in self.require_states(states)]
+        if out is None:
+            layout = self._info.layout
+            out = self.empty((stop - start, layout.states if columns is None else len(columns), layout.hidden_size))
         with self._open(index) as shard:
             return (
                 shard.read(start, stop, out)
                 if columns is None
                 else _columns(shard, start, stop, columns, self._info.layout, out)
             )
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+        """Memory for bf16 bits, of any content, that earlier reads of this store are done with; for `out`."""
+        return self._pool.empty(shape)
 
     def hidden_states(
         self, key: SupportsIndex | str, start: int = 0, stop: int | None = None, *, states: Sequence[str] | None = None
@@ -344,7 +353,8 @@ class Store:
 
     def _shard(self, index: int, path: Path) -> ShardFile:
         owner = (self._info.store_id, index) if self._check else None
-        return ShardFile(path, self._info.layout, self._table.tokens(index), check=self._check, owner=owner)
+        tokens = self._table.tokens(index)
+        return ShardFile(path, self._info.layout, tokens, check=self._check, owner=owner, cached=True)
 
 
 def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:
@@ -352,13 +362,11 @@ def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:
 
 
 def _columns(
-    shard: ShardFile, start: int, stop: int, columns: list[int], layout: StoreLayout, out: NDArray[np.uint16] | None
+    shard: ShardFile, start: int, stop: int, columns: list[int], layout: StoreLayout, out: NDArray[np.uint16]
 ) -> NDArray[np.uint16]:
     """Some states of a shard's tokens, taken out of one inner chunk after the other."""
     shape = (stop - start, len(columns), layout.hidden_size)
-    if out is None:
-        out = np.empty(shape, np.uint16)
-    elif out.shape != shape or out.dtype != np.uint16:
+    if out.shape != shape or out.dtype != np.uint16:
         raise ValueError(f"out is {out.dtype} {out.shape}; expected uint16 {shape}")
     rows = np.empty((layout.chunk_tokens, layout.states, layout.hidden_size), np.uint16)
     for first in range(start - start % layout.chunk_tokens, stop, layout.chunk_tokens):

@@ -90,7 +90,7 @@ class HiddenStatesDataset(Dataset[Item]):
         indices = [int(self.indices[item]) for item in items]
         lengths = [int(self.lengths[item]) for item in items]
         shape = (sum(lengths), len(self.state_names), self.store.hidden_size)
-        buffer, states = _memory(shape)
+        buffer, states = self._memory(shape)
         made: list[Item] = []
         at = 0
         for index, tokens in zip(indices, lengths, strict=True):
@@ -105,6 +105,19 @@ class HiddenStatesDataset(Dataset[Item]):
             )
             at += tokens
         return made
+
+    def _memory(self, shape: tuple[int, int, int]) -> tuple[NDArray[np.uint16], torch.Tensor]:
+        """Memory for states, as bits and as the bfloat16 tensor of them.
+
+        In a worker it is shared memory, in which the tensor travels to the trainer without being copied.
+        """
+        if get_worker_info() is None:
+            bits = self.store.empty(shape)
+            return bits, torch.from_numpy(bits).view(torch.bfloat16)
+        nbytes = int(np.prod(shape)) * torch.bfloat16.itemsize
+        storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]  # as default_collate in a worker
+        states = torch.empty(0, dtype=torch.bfloat16).set_(storage).view(shape)
+        return states.view(torch.uint16).numpy(), states
 
 
 def collate_padded(items: Sequence[Item]) -> Item:
@@ -137,21 +150,6 @@ def collate_packed(items: Sequence[Item]) -> Item:
         "max_seqlen": lengths.max(),
         "hidden_states": _joined([item["hidden_states"] for item in items]),
     }
-
-
-def _memory(shape: tuple[int, int, int]) -> tuple[NDArray[np.uint16], torch.Tensor]:
-    """Memory for states, as bits and as the bfloat16 tensor of them.
-
-    In a worker it is shared memory, which its tensor travels in to the trainer without being copied. Elsewhere it is numpy's,
-    which asks the kernel for huge pages: filling it for the first time costs a quarter of what torch's own memory does.
-    """
-    if get_worker_info() is None:
-        bits = np.empty(shape, np.uint16)
-        return bits, torch.from_numpy(bits).view(torch.bfloat16)
-    nbytes = int(np.prod(shape)) * torch.bfloat16.itemsize
-    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]  # as default_collate in a worker
-    states = torch.empty(0, dtype=torch.bfloat16).set_(storage).view(shape)
-    return states.view(torch.uint16).numpy(), states
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

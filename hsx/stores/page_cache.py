@@ -1,0 +1,65 @@
+"""Reads a file that is in the page cache at the speed of memory.
+
+`preadv` copies inside the kernel, page by page; through a mapping the same bytes are copied by the C library, on some
+machines at three times the speed. What makes mappings dangerous is that a disk's error is SIGBUS, which ends the process. So
+every piece is first brought in with MADV_POPULATE_READ, which fails with an errno instead; the caller then reads it with
+`preadv`, and gets the error by its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from hsx.core.layout import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+WORTH_WHILE: Final = 1 << 20
+"""Bytes of a file below which making a mapping costs more than it saves."""
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ, Linux 5.14; older kernels answer EINVAL, and everything is read with preadv
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class CachedFile:
+    """A mapping of an open file. The file must not be truncated meanwhile. One thread at a time.
+
+    Args:
+        fd: the file, open for reading; it may be closed while this is in use.
+        size: its bytes, at least 1.
+
+    Raises:
+        OSError: the file system has no mappings.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._address = int(self._bytes.ctypes.data)
+
+    def close(self) -> None:
+        """Removes the mapping. Idempotent."""
+        self._bytes = np.empty(0, np.uint8)  # it holds the mapping open
+        self._map.close()
+
+    def fill(self, buffers: Sequence[NDArray[np.uint8]], offset: int) -> bool:
+        """Fills 1-D buffers, one behind the other, with what lies at `offset`.
+
+        Returns False where it cannot be had: there is no such place in the file, the disk fails, or the kernel is too old.
+        """
+        end = offset + sum(buffer.size for buffer in buffers)
+        start = offset - offset % PAGE
+        # Not mmap.madvise: it keeps the interpreter lock while the disk works.
+        if end > self._bytes.size or _LIBC.madvise(self._address + start, end - start, _POPULATE_READ):
+            return False
+        for buffer in buffers:
+            np.copyto(buffer, self._bytes[offset : offset + buffer.size])
+            offset += buffer.size
+        return True
