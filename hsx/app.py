@@ -161,6 +161,7 @@ class Run:
                         task.cancel()
         finally:
             self._parts.writer.shutdown()
+            self._parts.space.shutdown()
             self._parts.dumps.close()
             await self._parts.client.close()
             await status.stop()

@@ -17,6 +17,7 @@ from hsx.core.marker import Marker
 from hsx.core.policy import Action, on_failure
 from hsx.errors import EngineError, RunError, SampleError
 from hsx.ports import Commit, Payload
+from hsx.space import Booking
 from hsx.violated import ViolatedError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hsx.core.spec import CaptureSpec
     from hsx.epoch import LiveEpoch
     from hsx.ports import Clock, Dump, Dumps, EngineClient, Leases, Ledger, Observer, Samples
+    from hsx.space import Space, Staging
     from hsx.suspects import Suspects
     from hsx.sweeper import Sweeper
     from hsx.writer import Writer
@@ -40,8 +42,6 @@ PAUSE_S = 1.0
 """How long an attempt waits before it goes back to the queue when the server is full or in trouble; its place stays taken."""
 STOOD_STILL_S = 10.0
 """A timer that fires so much too late tells that hsx itself was stopped (SIGSTOP, a suspended machine)."""
-CONGESTION = frozenset({"server_full", "staging_full"})
-"""Errors that pass by themselves when less is under way."""
 UNFINISHED = frozenset({"request_failed", "request_timeout"})
 """A dying server causes these as well as a bad request; and a living one may still be working on the request."""
 
@@ -73,8 +73,8 @@ class Settings:
         retries: failures of a sample that are forgiven.
         dump_deadline_s: longest time from an answer to its dump.
         request_timeout_s: longest time for a request, given the tokens in flight.
-        congestion_s: longest time without a dump while the server's queue or the dump directory is full.
-        shard_bytes: size of a sample's shard file, given its tokens.
+        congestion_s: longest time without a dump while the server's queue is full.
+        shard_bytes: size of a sample's shard file, or the most that it may be, given its tokens.
         leases: how many leases are taken in one ledger transaction.
     """
 
@@ -101,6 +101,8 @@ class Parts:
     ledger: Ledger
     writer: Writer
     admission: Admission
+    space: Space
+    staging: Staging
     outstanding: Outstanding
     sweeper: Sweeper
     suspects: Suspects
@@ -166,8 +168,10 @@ class Pipeline:
             sweeper.cancel()
 
     def drain(self) -> None:
-        """Takes no new sample; those under way go on to their end."""
+        """Takes no new sample; those under way go on to their end, but for those that wait for room on a root."""
         self._draining = True
+        self._parts.space.drain()
+        self._parts.staging.drain()
         if self._intake is not None:
             self._intake.cancel()
 
@@ -190,7 +194,7 @@ class Pipeline:
         dump = await epoch.run(self._pair(marker, epoch, floor))
         watch.lap("dump")
         place.answered()
-        await self._store(lease, marker, epoch, dump, watch, adopted=False)
+        await self._store(lease, marker, epoch, dump, place.shard, watch, adopted=False)
 
     async def _request(self, marker: Marker, ids: NDArray[np.int32]) -> None:
         """Has the server prefill the prompt under its marker, and judges the answer."""
@@ -225,14 +229,15 @@ class Pipeline:
                 evidence = f"no dump within {deadline:.1f} s of a 200 answer"
                 raise ViolatedError(marker, Violation("published", evidence)) from None
         self._parts.admission.advanced()
+        self._parts.staging.took()
         self._last_pairing = self._parts.clock.monotonic()
         return self._parts.sweeper.open(epoch, marker, floor)
 
     async def _store(
-        self, lease: Lease, marker: Marker, epoch: LiveEpoch, dump: Dump, watch: StopWatch, *, adopted: bool
+        self, lease: Lease, marker: Marker, epoch: LiveEpoch, dump: Dump, shard: Booking, watch: StopWatch, *, adopted: bool
     ) -> None:
         """Validates, writes and commits a dump; only then drops it from the dump directory."""
-        writer, size = self._parts.writer, self._settings.shard_bytes(lease.sample.tokens)
+        writer = self._parts.writer
         try:
             content = await self._validate(marker, epoch, dump)
             watch.lap("validate")
@@ -240,7 +245,12 @@ class Pipeline:
             ids = self._parts.samples.input_ids(lease.sample.index)
             payload = Payload(marker, epoch.id, dump.header.sequence, ids, dump.states, content.crcs, dump.source)
             while True:
-                receipt = await writer.write(payload, size)
+                # Its root was promised before it was asked for. Where that one failed meanwhile another one takes it, and while
+                # none has room the dump waits.
+                await epoch.run(self._parts.space.place(shard))
+                receipt = await writer.write(payload, shard)
+                if receipt is None:
+                    continue
                 watch.lap("write")
                 entry = Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted)
                 if await writer.commit(entry):
@@ -248,6 +258,7 @@ class Pipeline:
         finally:
             # Unmapping and unlinking half a gigabyte takes a tenth of a second, so neither is done on the event loop.
             self._in_background(dump.close)
+            self._parts.space.release(shard)
         self._parts.on_success()
         await self._parts.sweeper.drop(epoch, marker)
 
@@ -273,7 +284,7 @@ class Pipeline:
             await self._adopt_leftovers()
         while (lease := await self._next_lease()) is not None:
             await self._parts.pace.acquire()
-            place = await self._parts.admission.enter(lease.sample.tokens, self._dump_bytes(lease.sample.tokens))
+            place = await self._enter(lease.sample.tokens)
             try:
                 epoch = await self._parts.engine.ready()
             except BaseException:
@@ -316,8 +327,10 @@ class Pipeline:
             else:
                 return None
 
-    def _dump_bytes(self, tokens: int) -> int:
-        return dump_bytes(self._settings.spec, self._settings.hidden_size, tokens)
+    async def _enter(self, tokens: int) -> Place:
+        settings = self._settings
+        size = dump_bytes(settings.spec, settings.hidden_size, tokens)
+        return await self._parts.admission.enter(tokens, size, settings.shard_bytes(tokens))
 
     # --- when a step fails ------------------------------------------------------------------------------------------
 
@@ -330,7 +343,7 @@ class Pipeline:
                 try:
                     await self._extract(lease, marker, epoch, place)
                 except EngineError as error:
-                    await self._give_back(lease, epoch, error)
+                    await self._give_back(lease, marker, epoch, error)
                 except SampleError as error:
                     await self._failed(lease, marker, epoch, error)
         finally:
@@ -354,14 +367,20 @@ class Pipeline:
         await self._parts.suspects.executed(lease.sample.index)
         self._parts.observer.attempt_failed(marker, "server_killed", evidence, True)
 
-    async def _give_back(self, lease: Lease, epoch: LiveEpoch, error: EngineError) -> None:
-        """The attempt ended by the server's fault: the sample goes back to the queue and nothing is held against it."""
-        if error.kind in CONGESTION:
+    async def _give_back(self, lease: Lease, marker: Marker, epoch: LiveEpoch, error: EngineError) -> None:
+        """The attempt ended by no fault of the sample: it goes back to the queue and nothing is held against it."""
+        if error.kind == "server_full":
             self._parts.observer.error_met(error.kind, error.message)
-            silence = self._parts.clock.monotonic() - self._last_pairing
+            silence = self._parts.clock.monotonic() - max(self._last_pairing, self._parts.admission.resumed_at)
             if silence > self._settings.congestion_s:
                 raise RunError("staging_failed", f"no dump arrived for {silence:.0f} s; the last reason: {error.message}")
             await self._parts.clock.sleep(PAUSE_S)
+        elif error.kind == "staging_full":
+            self._parts.observer.error_met(error.kind, error.message)
+            self._parts.staging.refused(error.message)
+            await self._parts.clock.sleep(PAUSE_S)
+        elif error.kind == "roots_full":  # in a drained run: the next one adopts the dump
+            self._parts.sweeper.keep(marker)
         elif error.kind == "hsx_stopped":
             self._parts.observer.error_met(error.kind, error.message)
         elif error.kind != "epoch_void":
@@ -420,7 +439,8 @@ class Pipeline:
                     if marker.tokens == lease.sample.tokens and marker.attempt <= lease.attempt:
                         dump = self._parts.sweeper.open(epoch, marker)
                         with epoch.attempt():
-                            await self._store(lease, marker, epoch, dump, StopWatch(self._parts.clock), adopted=True)
+                            shard = Booking(self._settings.shard_bytes(marker.tokens))
+                            await self._store(lease, marker, epoch, dump, shard, StopWatch(self._parts.clock), adopted=True)
                 except SampleError as error:
                     self._parts.observer.error_met(error.kind, f"not adopted: {error.message}")
                     if isinstance(error, ViolatedError):

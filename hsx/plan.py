@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from hsx.core.dump import ID_BYTES
 from hsx.core.layout import PAGE, StoreLayout, round_up
+from hsx.core.placement import Shares
 from hsx.core.spec import CaptureSpec, bytes_per_token
 from hsx.index import bucket_of
 
@@ -186,22 +187,20 @@ def plan(
 
 
 def _place(roots: Sequence[RootSpace], shards: list[int]) -> tuple[tuple[RootPlan, ...], int]:
-    """Deals the shards out as `hsx.core.placement.choose` would, one after the other, with a heap instead of a scan."""
-    room = [(-root.room, index) for index, root in enumerate(roots) if root.usable]
-    heapq.heapify(room)
-    count, nbytes = [0] * len(roots), [0] * len(roots)
+    """Deals the shards out one after the other, as a run does while every disk is as fast as the others."""
+    shares = Shares()
+    spaces = {root.name: root for root in roots}
+    count, nbytes = Counter[str](), Counter[str]()
     unplaced = 0
     for size in shards:
-        if not room or -room[0][0] < size:
+        name = shares.choose(spaces.values(), size)
+        if name is None:
             unplaced += 1
             continue
-        negative, index = room[0]
-        heapq.heapreplace(room, (negative + size, index))
-        count[index] += 1
-        nbytes[index] += size
-    return tuple(
-        RootPlan(root.name, root.free, root.reserve, count[index], nbytes[index]) for index, root in enumerate(roots)
-    ), unplaced
+        spaces[name] = replace(spaces[name], pending=spaces[name].pending + size)
+        count[name] += 1
+        nbytes[name] += size
+    return tuple(RootPlan(root.name, root.free, root.reserve, count[root.name], nbytes[root.name]) for root in roots), unplaced
 
 
 def _buckets(lengths: NDArray[np.int64]) -> tuple[Bucket, ...]:

@@ -55,6 +55,7 @@ class Sweeper:
         self._clock = clock
         self._report = report
         self._may_sweep = False
+        self._kept: set[Marker] = set()
 
     def open(self, epoch: LiveEpoch, marker: Marker, floor: int = 0) -> Dump:
         """Maps a dump and notes its number, which must be above `floor`.
@@ -93,13 +94,18 @@ class Sweeper:
             return None
         return epoch.counter.note(header.sequence, marker, floor)
 
+    def keep(self, marker: Marker) -> None:
+        """This one's dump is left for the next run: it is whole, and no root had room for it."""
+        self._kept.add(marker)
+
     def settled(self) -> list[Marker]:
         """Markers of this run, canaries aside, that have a dump and no attempt under way."""
         return [marker for marker in self._settled() if not marker.canary]
 
     def _settled(self) -> list[Marker]:
         standings = map(self._outstanding.standing, self._dumps.names())
-        return [marker for standing, marker in standings if standing is Standing.SETTLED and marker is not None]
+        settled = [marker for standing, marker in standings if standing is Standing.SETTLED and marker is not None]
+        return [marker for marker in settled if marker not in self._kept]
 
     def unseen(self, epoch: LiveEpoch) -> int:
         """Dumps of this run, canaries included, that are there and were not noted."""

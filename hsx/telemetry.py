@@ -72,7 +72,8 @@ class Telemetry:
         self._epoch: dict[str, Any] = {"id": "", "continued": False, "count": 0}
         self._in_flight = {"requests": 0, "tokens": 0}
         self._staging_bytes = 0
-        self._root_free: dict[str, int] = {}
+        self._roots: dict[str, dict[str, Any]] = {}
+        self._paused: dict[str, dict[str, Any]] = {}
         self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
         self._last_restarts: deque[dict[str, Any]] = deque(maxlen=LAST_RESTARTS)
 
@@ -202,9 +203,42 @@ class Telemetry:
         self._in_flight = {"requests": requests, "tokens": tokens}
         self._staging_bytes = staging_bytes
 
-    def root_space(self, name: str, free: int) -> None:
-        """Free bytes of a root."""
-        self._root_free[name] = free
+    def root_space(
+        self, name: str, free: int, *, room: int | None = None, booked: int = 0, speed: float | None = None, state: str = ""
+    ) -> None:
+        """A root was looked at; see the port."""
+        root = self._roots.setdefault(name, {"reason": ""})
+        root |= {"state": state or "in_service", "free_bytes": free, "room_bytes": free if room is None else max(0, room)}
+        root |= {"promised_bytes": booked, "bytes_per_second": None if speed is None else round(speed)}
+
+    def root_lost(self, name: str, kind: str, message: str) -> None:
+        """A root is out of service for the rest of the run."""
+        self.root_space(name, 0, state="lost")
+        self._roots[name]["reason"] = message
+        self._remember(kind, message, "")
+        self.log.error("root.lost", root=name, kind=kind, message=message)
+
+    def intake_paused(self, kind: str, message: str) -> None:
+        """No sample is started for want of room; `message` says what to free. Logged once for each pause."""
+        pause = self._paused.get(kind)
+        if pause is None:
+            self._paused[kind] = {"kind": kind, "message": message, "since": self._wall()}
+            self._remember(kind, message, "")
+            self.log.error("intake.paused", kind=kind, message=message)
+        else:
+            pause["message"] = message
+
+    def intake_resumed(self, kind: str) -> None:
+        """There is room again, or nobody waits for it; nothing where no pause was."""
+        pause = self._paused.pop(kind, None)
+        if pause is not None:
+            self.log.info("intake.resumed", kind=kind, seconds=round(self._wall() - pause["since"], 3))
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of the job's committed shards."""
+        before = self._before.bytes_committed if self._before else 0
+        return before + self._bytes.total - self._revoked["bytes"]
 
     def _remember(self, kind: str, message: str, marker: str) -> None:
         self._errors.append({"time": self._wall(), "kind": kind, "message": message[:2000], "marker": marker})
@@ -239,7 +273,7 @@ class Telemetry:
                 "pending": max(0, before.pending - self._samples.total - self._quarantined + revoked["samples"]),
             }
             progress["tokens"] |= {"total": before.tokens_total, "committed": tokens}
-            progress["bytes"] |= {"committed": before.bytes_committed + self._bytes.total - revoked["bytes"]}
+            progress["bytes"] |= {"committed": self.bytes_committed}
             progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
         state, reason, since = self._engine
         violations = self._violations_before + self._violations
@@ -261,7 +295,8 @@ class Telemetry:
             },
             "in_flight": dict(self._in_flight),
             "staging": {"bytes": self._staging_bytes},
-            "roots": {name: {"free_bytes": free} for name, free in self._root_free.items()},
+            "roots": {name: dict(root) for name, root in self._roots.items()},
+            "intake": {"paused": bool(self._paused), "pauses": [dict(pause) for pause in self._paused.values()]},
             "invariants": {
                 "violations": self._violations.total(),
                 "by_name": dict(self._violations),

@@ -16,7 +16,7 @@ from hsx.canary import Canary
 from hsx.capture.report import read_norm
 from hsx.clock import SystemClock
 from hsx.core.admission import Limits
-from hsx.core.pairing import Outstanding
+from hsx.core.pairing import Outstanding, Standing
 from hsx.core.policy import WindowLimit
 from hsx.core.progress import ProgressLimits, deadline_s
 from hsx.core.restart import RestartLimits, RestartPolicy
@@ -32,6 +32,8 @@ from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
 from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
+from hsx.space import RootsSettings, Space, Staging
+from hsx.stores.draining import is_draining
 from hsx.stores.group import open_store, record_final_norm
 from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots
 from hsx.stores.view import UnionView
@@ -93,7 +95,7 @@ class Wiring:
 
     Attributes:
         client, dumps: see `hsx.ports`.
-        supervisor, watchdog, vouching, sweeper, writer, pipeline: each in the module of its name.
+        supervisor, watchdog, vouching, sweeper, space, writer, pipeline: each in the module of its name.
 
     Raises:
         RunError: a root, the store or the dump directory cannot be used; its kind says how.
@@ -122,6 +124,9 @@ class Wiring:
         self._owner = outside.owner
         self._measure = outside.measure
         self.dumps = DumpDirectory(loaded.dump_dir, process_alive)
+        self._outstanding = Outstanding(ledger.run)
+        self.space = Space(roots, self._roots_settings(roots), clock, telemetry)
+        self._staging = Staging(self.dumps, self._is_outstanding, clock, telemetry)
         self._admission = Admission(
             Limits(
                 requests=config.pipeline.concurrency,
@@ -129,24 +134,26 @@ class Wiring:
                 staging_bytes=loaded.staging_bytes,
                 samples=config.pipeline.concurrency * STAGED_PER_REQUEST,
             ),
+            self.space,
+            self._staging,
             clock,
             telemetry,
         )
         self._progress_limits = ProgressLimits(config.watchdog.grace_s, config.watchdog.slowest_tokens_per_s)
-        self._outstanding = Outstanding(ledger.run)
         canary = self._make_canary()
         self._suspects = Suspects(ledger, telemetry)
         self.writer = Writer(
             roots,
+            self.space,
             view,
             ledger,
             job.samples,
             telemetry,
+            clock,
             WriterSettings(
                 threads=config.pipeline.writer_threads,
                 group_samples=config.pipeline.commit_samples,
                 group_seconds=config.pipeline.commit_seconds,
-                reserves={root.name: root.reserve for root in loaded.roots},
             ),
             homes,
         )
@@ -159,6 +166,21 @@ class Wiring:
     def patience_s(self) -> float:
         """Seconds without a sign of work that are allowed for what is in flight now."""
         return deadline_s(self._progress_limits, self._admission.in_flight.tokens)
+
+    def _roots_settings(self, roots: Sequence[ShardRoot]) -> RootsSettings:
+        folders = {root.name: root.folder for root in roots}
+        layout, lengths = self._layout, self._job.samples.lengths
+        chunks = int((-(-lengths // layout.chunk_tokens)).sum())
+        most = chunks * layout.block_bytes + len(lengths) * layout.tail_bytes
+        return RootsSettings(
+            reserves={root.name: root.reserve for root in self._loaded.roots},
+            disks={name: folder.stat().st_dev for name, folder in folders.items()},
+            needed=lambda: max(0, most - self._telemetry.bytes_committed),
+            draining=lambda name: is_draining(folders[name]),
+        )
+
+    def _is_outstanding(self, name: str) -> bool:
+        return self._outstanding.standing(name)[0] is Standing.OUTSTANDING
 
     def _make_canary(self) -> Canary:
         config = self._loaded.config
@@ -259,6 +281,8 @@ class Wiring:
             ledger=self._ledger,
             writer=self.writer,
             admission=self._admission,
+            space=self.space,
+            staging=self._staging,
             outstanding=self._outstanding,
             sweeper=self.sweeper,
             suspects=self._suspects,

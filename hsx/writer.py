@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from hsx.core.placement import RootSpace, choose
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import Commit, CommittedRow, Homes, Ledger, Observer, Payload, Receipt, Root, Samples, View
+    from hsx.ports import Clock, Commit, CommittedRow, Homes, Ledger, Observer, Payload, Receipt, Root, Samples, View
+    from hsx.space import Booking, Space
 
 
 T = TypeVar("T")
@@ -35,13 +35,11 @@ class WriterSettings:
         threads: writer threads per root.
         group_samples: a group is committed at this size, ...
         group_seconds: ... or this long after its first sample, whichever is first.
-        reserves: bytes that stay free, by root name.
     """
 
     threads: int
     group_samples: int
     group_seconds: float
-    reserves: dict[str, int]
 
 
 class Writer:
@@ -49,10 +47,12 @@ class Writer:
 
     Args:
         roots: the disks.
+        space: their room; hears of roots that fail, and how fast they are.
         view: the group's union view.
         ledger: where commits are recorded.
         samples: knows the dataset's own ids, for the log.
-        observer: hears each committed sample and the roots' free space.
+        observer: hears each committed sample.
+        clock: measures how long a shard takes; its `monotonic` is called in threads too.
         settings: see there.
         homes: held while samples become committed and shown; None where nobody moves samples.
     """
@@ -60,10 +60,12 @@ class Writer:
     def __init__(
         self,
         roots: Sequence[Root],
+        space: Space,
         view: View,
         ledger: Ledger,
         samples: Samples,
         observer: Observer,
+        clock: Clock,
         settings: WriterSettings,
         homes: Homes | None = None,
     ) -> None:
@@ -74,80 +76,42 @@ class Writer:
         self._observer = observer
         self._samples = samples
         self._settings = settings
-        self._pending = dict.fromkeys(self._roots, 0)
-        self._settled = asyncio.Event()
-        self._lost: dict[str, RunError] = {}
+        self._space = space
+        self._clock = clock
         self._revoking = asyncio.Lock()
         self._queue: asyncio.Queue[tuple[Commit, asyncio.Future[bool]] | None] = asyncio.Queue()
         self._threads = {name: ThreadPoolExecutor(settings.threads, f"hsx-write-{name}") for name in self._roots}
         self._sync_threads = ThreadPoolExecutor(len(self._roots), "hsx-sync")
 
-    async def write(self, payload: Payload, size: int) -> Receipt:
-        """Writes one shard on the root that placement chooses; goes to another root when one fails.
+    async def write(self, payload: Payload, booking: Booking) -> Receipt | None:
+        """Writes one shard on the root where it is booked, and releases the booking: its room is taken now, or is free again.
 
         Args:
             payload: the sample; its states are read until this returns.
-            size: bytes of the shard file, for placement.
+            booking: with a root.
 
-        Raises:
-            RunError: `roots_full` or `root_unusable` when no root is left that can take it.
+        Returns:
+            What was written; None where the root failed, which `hsx.space` was told: another one is to be booked.
         """
         async with self._revoking:
             pass  # a shard that is written before its revoked one is discarded would be discarded instead
-        while True:
-            root = await self._place(size)
-            try:
-                write = asyncio.get_running_loop().run_in_executor(self._threads[root.name], root.write, payload)
-                # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
-                return await _finish(write)
-            except RunError as error:
-                self._lose(root.name, error)
-            finally:
-                self._pending[root.name] -= size
-                self._settled.set()
-
-    async def _place(self, size: int) -> Root:
-        """Chooses a root and books `size` bytes on it."""
-        while (root := await self._find_room(size)) is None:
-            # A shard that is being written is counted twice, as promised and as taken, so there may be room once it is done.
-            await self._settled.wait()
-        self._pending[root.name] += size
-        return root
-
-    async def _find_room(self, size: int) -> Root | None:
-        """The root to take; None while there is no room and shards are being written. Raises RunError when there is none."""
-        self._settled.clear()
-        free = await asyncio.get_running_loop().run_in_executor(self._sync_threads, self._measure)
-        spaces = []
-        for name, found in free.items():
-            if isinstance(found, RunError):
-                self._lose(name, found)
-            space = 0 if isinstance(found, RunError) else found
-            self._observer.root_space(name, space)
-            reserve = self._settings.reserves.get(name, 0)
-            spaces.append(RootSpace(name, space, reserve, self._pending[name], usable=name not in self._lost))
-        chosen = choose(spaces, size)
-        if chosen is not None:
-            return self._roots[chosen]
-        if any(self._pending.values()):
+        name = booking.root
+        try:
+            write = asyncio.get_running_loop().run_in_executor(self._threads[name], self._timed, self._roots[name], payload)
+            # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
+            receipt, seconds = await _finish(write)
+        except RunError as error:
+            self._space.failed(name, error)
             return None
-        rooms = "; ".join(f"{s.name}: {'out of service' if not s.usable else f'{s.room} bytes of room'}" for s in spaces)
-        kind = "root_unusable" if len(self._lost) == len(self._roots) else "roots_full"
-        reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
-        raise RunError(kind, f"no root can take a shard of {size} bytes ({rooms}){reasons}")
+        finally:
+            self._space.release(booking)
+        self._space.wrote(name, receipt.nbytes, seconds)
+        return receipt
 
-    def _measure(self) -> dict[str, int | RunError]:
-        """Free bytes of each root, or what it answered instead; a hung mount holds a thread here, and not the event loop."""
-        found: dict[str, int | RunError] = {}
-        for name, root in self._roots.items():
-            if name in self._lost:
-                found[name] = 0
-                continue
-            try:
-                found[name] = root.free()
-            except RunError as error:
-                found[name] = error
-        return found
+    def _timed(self, root: Root, payload: Payload) -> tuple[Receipt, float]:
+        began = self._clock.monotonic()
+        receipt = root.write(payload)
+        return receipt, self._clock.monotonic() - began
 
     async def commit(self, entry: Commit) -> bool:
         """Returns True once the sample is committed, or False where its root was lost before: it must be written again.
@@ -177,7 +141,7 @@ class Writer:
         async with self._revoking:
             work = asyncio.get_running_loop().run_in_executor(self._sync_threads, self._hide, rows)
             for name, error in await _finish(work):
-                self._lose(name, error)
+                self._space.failed(name, error)
 
     async def run(self) -> None:
         """Commits groups until `close`; what was queued before that is still committed."""
@@ -231,7 +195,7 @@ class Writer:
         lost = set()
         for name, outcome in zip(roots, await asyncio.gather(*syncs, return_exceptions=True), strict=True):
             if isinstance(outcome, RunError):
-                self._lose(name, outcome)
+                self._space.failed(name, outcome)
                 lost.add(name)
             elif outcome is not None:
                 raise outcome
@@ -241,7 +205,7 @@ class Writer:
         try:
             await self._ledger.commit(durable)  # here, and nowhere else, a sample becomes committed
             for name, error in await loop.run_in_executor(self._sync_threads, self._show, durable):
-                self._lose(name, error)
+                self._space.failed(name, error)
         finally:
             if give is not None:
                 give()
@@ -271,7 +235,7 @@ class Writer:
         for entry in group:
             index = entry.lease.sample.index
             self._view.link(index, entry.receipt.root)
-            for name in self._roots.keys() - self._lost.keys() - failed.keys() - {entry.receipt.root}:
+            for name in self._roots.keys() - self._space.lost.keys() - failed.keys() - {entry.receipt.root}:
                 try:
                     self._roots[name].discard(index)
                 except RunError as error:
@@ -284,18 +248,13 @@ class Writer:
             self._view.unlink(row.index)
         failed: dict[str, RunError] = {}
         for row in rows:
-            if row.root not in self._roots or row.root in self._lost or row.root in failed:
+            if row.root not in self._roots or row.root in self._space.lost or row.root in failed:
                 continue
             try:
                 self._roots[row.root].discard(row.index)
             except RunError as error:
                 failed[row.root] = error
         return list(failed.items())
-
-    def _lose(self, name: str, error: RunError) -> None:
-        """Takes a root out of service for the rest of the run."""
-        self._lost[name] = error
-        self._observer.error_met(error.kind, error.message)
 
 
 async def _finish(work: asyncio.Future[T]) -> T:

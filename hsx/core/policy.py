@@ -48,6 +48,7 @@ class Rule:
 _MIXED = "a server that mixes requests breaks it again and again"
 _CONTENT = "one bad prompt may cause it; a broken server causes it everywhere, its canary included"
 _CONGESTED = "it passes when less is under way; `pipeline.congestion_s` bounds the wait"
+_NO_ROOM = "the intake pauses until somebody has freed some"
 
 POLICY: Final[dict[str, Rule]] = {
     # invariants
@@ -79,7 +80,8 @@ POLICY: Final[dict[str, Rule]] = {
     "server_killed": Rule("quarantine", "-", "the server died whenever this sample alone was on trial"),
     # error kinds of the server
     "server_full": Rule("give back", "-", _CONGESTED),
-    "staging_full": Rule("give back", "-", _CONGESTED),
+    "staging_full": Rule("give back", "-", _NO_ROOM),
+    "roots_full": Rule("give back", "-", f"{_NO_ROOM}; dumps wait, also for the next run where this one is drained"),
     "server_gone": Rule("give back", "void", "nobody answers on its port"),
     "server_protocol": Rule("give back", "void", "what answers is no such server"),
     "staging_gone": Rule("give back", "void", "the server writes into a folder that nobody can see any more"),

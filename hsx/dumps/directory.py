@@ -259,6 +259,27 @@ class DumpDirectory:
                     found.add(file.removesuffix(suffix))
         return sorted(found)
 
+    def free(self) -> int:
+        """Free bytes of the dump directory's file system. Blocks briefly. Raises RunError `staging_failed`."""
+        try:
+            stat = os.statvfs(self._dump_dir)
+        except OSError as error:
+            raise RunError("staging_failed", f"dump directory {self._dump_dir} cannot be looked at: {error.strerror}") from error
+        return stat.f_bavail * stat.f_frsize
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each dump takes on the file system, partial ones included, by name without suffix; none before `enter`."""
+        if self._folder is None:
+            return {}
+        found: dict[str, int] = {}
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(SUFFIX).removesuffix(PART_SUFFIX)
+                if name != entry.name:
+                    with suppress(FileNotFoundError):
+                        found[name] = found.get(name, 0) + entry.stat().st_blocks * 512
+        return found
+
     def sweep_other_epochs(self, keep: str, run: str) -> int:
         """Frees the space that other epochs take on the tmpfs: returns how many files went. Blocks.
 

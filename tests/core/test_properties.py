@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hsx.core.lifecycle import TRANSITIONS, Event, IllegalTransitionError, State, step
 from hsx.core.marker import Marker, parse
 from hsx.core.pairing import Outstanding, Standing
-from hsx.core.placement import RootSpace, choose
+from hsx.core.placement import RootSpace, Shares
 from hsx.core.restart import RestartLimits, RestartPolicy
 
 # --- pairing
@@ -154,13 +154,14 @@ def test_no_reserve_is_ever_touched_however_shards_are_written(
     """Shards are promised, and written later; a disk may break meanwhile."""
     roots = {str(i): RootSpace(str(i), free, reserve, 0) for i, (free, reserve) in enumerate(disks)}
     promised, taken = list[tuple[str, int]](), Counter[str]()
+    shares = Shares()
     for size, finish, broken in writes:
         if finish and promised:
             name, done = promised.pop(0)
             roots[name] = replace(roots[name], free=roots[name].free - done, pending=roots[name].pending - done)
         if broken == 2 and len(roots) > 1 and str(broken) in roots:
             roots[str(broken)] = replace(roots[str(broken)], usable=False)
-        chosen = choose(roots.values(), size)
+        chosen = shares.choose(roots.values(), size)
         if chosen is None:
             assert all(not root.usable or root.free - root.pending - root.reserve < size for root in roots.values())
             continue
@@ -176,8 +177,9 @@ def test_no_reserve_is_ever_touched_however_shards_are_written(
 @given(st.integers(2, 4), st.integers(1, 10), st.integers(10, 60))
 def test_equal_disks_fill_evenly(count: int, size: int, writes: int) -> None:
     roots = {str(i): RootSpace(str(i), 10_000, 0, 0) for i in range(count)}
+    shares = Shares()
     for _ in range(writes):
-        name = choose(roots.values(), size)
+        name = shares.choose(roots.values(), size)
         assert name is not None
         roots[name] = replace(roots[name], free=roots[name].free - size)
     rooms = [root.room for root in roots.values()]

@@ -11,7 +11,7 @@ from hsx.core.fingerprint import changes
 from hsx.core.lifecycle import TRANSITIONS, Event, IllegalTransitionError, State, step
 from hsx.core.marker import Marker
 from hsx.core.pairing import Outstanding, Standing
-from hsx.core.placement import RootSpace, choose
+from hsx.core.placement import RootSpace, Shares
 from hsx.core.policy import Action, ViolationWindow, WindowLimit, on_failure
 from hsx.core.progress import ProgressLimits, Snapshot, advancing
 from hsx.core.restart import RestartLimits, RestartPolicy
@@ -90,8 +90,8 @@ spaces = st.builds(
 
 
 @given(st.lists(spaces, max_size=6), st.integers(1, 10**12))
-def test_placement_never_overruns_a_reserve_and_takes_the_roomiest(roots: list[RootSpace], size: int) -> None:
-    name = choose(roots, size)
+def test_placement_never_overruns_a_reserve_and_takes_the_roomiest_first(roots: list[RootSpace], size: int) -> None:
+    name = Shares().choose(roots, size)
     rooms = {root.name: root.room for root in roots}
     if name is None:
         assert all(room < size for room in rooms.values())

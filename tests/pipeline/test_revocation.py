@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hsx.clock import SystemClock
 from hsx.core.epoch import EpochRecord
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.ports import Commit, Row
+from hsx.space import RootsSettings, Space
 from hsx.stores.group import create_store, open_store
 from hsx.stores.ledger import SqliteLedger, create, new_run
 from hsx.stores.ledger_schema import FILE_NAME
@@ -60,13 +62,16 @@ class Bench:
         self.view = UnionView(info)
         self.roots = {root.name: FailingRoot(root) for root in self.real}
         self.telemetry = Telemetry()
+        self.space = Space(list(self.roots.values()), RootsSettings(), SystemClock(), self.telemetry)
         self.writer = Writer(
             list(self.roots.values()),
+            self.space,
             self.view,
             self.ledger,
             TokenTable(folder / "store"),
             self.telemetry,
-            WriterSettings(threads=1, group_samples=4, group_seconds=0.01, reserves={}),
+            SystemClock(),
+            WriterSettings(threads=1, group_samples=4, group_seconds=0.01),
         )
         self.rng = np.random.default_rng(1)
 
@@ -74,7 +79,8 @@ class Bench:
         """Writes and commits one sample; returns its root."""
         marker = Marker(self.ledger.run, lease.sample.index, lease.attempt, TOKENS)
         states = random_states(self.rng, TOKENS, 2, 8)
-        receipt = await self.writer.write(payload(marker, states), self.layout.file_bytes(TOKENS))
+        receipt = await self.writer.write(payload(marker, states), await self.space.book(self.layout.file_bytes(TOKENS)))
+        assert receipt is not None
         assert await self.writer.commit(Commit(lease, marker, epoch, sequence, receipt, {}, adopted=False))
         return receipt.root
 
@@ -83,7 +89,7 @@ class Bench:
         await self.ledger.epoch_began(RECORD)
         for lease in await self.ledger.acquire(SAMPLES):
             home, other = ("a", "b") if lease.sample.index % 2 == 0 else ("b", "a")
-            self.roots[other].crowded = 1 << 30
+            self.roots[other].crowded = 1 << 60
             assert await self.extract(lease, lease.sample.index + 1) == home
             self.roots[other].crowded = 0
 
@@ -111,6 +117,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await bench.writer.close()
     await committing
     bench.writer.shutdown()
+    bench.space.shutdown()
     await bench.ledger.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from hsx.errors import RunError
 from hsx.testing.tiny_job import TinyJob, make_job
@@ -58,18 +60,37 @@ async def test_many_refusals_in_a_row_condemn_nobody(served_job_of: Callable[...
     assert (outcome.committed, outcome.quarantined, outcome.restarts) == (8, 12, 0)
 
 
-@pytest.mark.parametrize("fault", ["enospc", "http_503"])
 async def test_congestion_that_does_not_pass_ends_the_run_and_blames_no_sample(
-    served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
+    served_job_of: Callable[..., TinyJob], server: RunningServer
 ) -> None:
     job = served_job_of(pipeline={"congestion_s": 0.5})
-    await server.fault(fault, count=-1, match="-3-")
+    await server.fault("http_503", count=-1, match="-3-")
     with pytest.raises(RunError, match="no dump arrived for") as caught:
         await job.run()
     assert caught.value.kind == "staging_failed"
     await server.clear_faults()
     outcome = await job.run()
     assert (outcome.committed, outcome.quarantined) == (12, 0)
+    assert wrong_samples(job.loaded) == []
+
+
+async def test_a_server_that_cannot_write_dumps_is_waited_for_and_blames_no_sample(
+    served_job_of: Callable[..., TinyJob], server: RunningServer
+) -> None:
+    job = served_job_of(pipeline={"congestion_s": 0.5})
+    await server.fault("enospc", count=-1, match="-3-")
+    with capture_logs() as log:
+        run = asyncio.create_task(job.run())
+        # Longer than `congestion_s` by far: a full dump directory is somebody else's to empty, however long that takes.
+        while sum(line["event"] == "error.met" for line in log) < 3 and not run.done():  # noqa: ASYNC110 - a log tells nobody
+            await asyncio.sleep(0.01)
+        await server.clear_faults()
+        outcome = await run
+    assert (outcome.committed, outcome.quarantined) == (12, 0)
+    (paused,) = [line for line in log if line["event"] == "intake.paused"][:1]
+    assert paused["kind"] == "staging_full"
+    assert "could not be written" in paused["message"]
+    assert [line["event"] for line in log if line["event"].startswith("intake")][-1] == "intake.resumed"
     assert wrong_samples(job.loaded) == []
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hsx.clock import SystemClock
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.errors import RunError
 from hsx.ports import Commit, Receipt, Row
+from hsx.space import RootsSettings, Space
 from hsx.stores.group import create_store
 from hsx.stores.ledger import SqliteLedger, create, new_run
 from hsx.stores.root import attach_roots
@@ -59,20 +61,27 @@ class Bench:
         self.view = UnionView(info)
         self.roots = {root.name: FailingRoot(root) for root in roots}
         self.telemetry = Telemetry()
+        self.space = Space(list(self.roots.values()), RootsSettings(), SystemClock(), self.telemetry)
         self.writer = Writer(
             list(self.roots.values()),
+            self.space,
             self.view,
             self.ledger,
             indexed(folder / "store"),
             self.telemetry,
-            WriterSettings(threads=1, group_samples=2, group_seconds=0.01, reserves={}),
+            SystemClock(),
+            WriterSettings(threads=1, group_samples=2, group_seconds=0.01),
         )
         self.rng = np.random.default_rng(1)
 
     async def write(self, lease: Lease) -> Receipt:
-        """Writes one sample's shard."""
+        """Writes one sample's shard, wherever it is taken."""
         states = random_states(self.rng, TOKENS, 2, 8)
-        return await self.writer.write(payload(self.marker(lease), states), self.layout.file_bytes(TOKENS))
+        while True:
+            booking = await self.space.book(self.layout.file_bytes(TOKENS))
+            receipt = await self.writer.write(payload(self.marker(lease), states), booking)
+            if receipt is not None:
+                return receipt
 
     def marker(self, lease: Lease) -> Marker:
         """The marker of a lease."""
@@ -92,6 +101,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await bench.writer.close()
     await asyncio.wait([committing])
     bench.writer.shutdown()
+    bench.space.shutdown()
     await bench.ledger.close()
     assert committing.exception() is None or isinstance(committing.exception(), RunError)
 
@@ -101,7 +111,7 @@ async def both_written(bench: Bench) -> tuple[list[Lease], list[Receipt]]:
     leases = await bench.ledger.acquire(2)
     receipts = []
     for lease, other in zip(leases, ("b", "a"), strict=True):
-        bench.roots[other].crowded = 1 << 30
+        bench.roots[other].crowded = 1 << 60
         receipts.append(await bench.write(lease))
         bench.roots[other].crowded = 0
     assert [receipt.root for receipt in receipts] == ["a", "b"]
@@ -134,7 +144,7 @@ async def test_when_no_root_can_be_synced_nothing_is_committed_and_the_next_writ
 
 async def test_a_root_that_fails_to_write_leaves_the_sample_to_another(bench: Bench) -> None:
     (lease,) = await bench.ledger.acquire(1)
-    bench.roots["b"].crowded = 1 << 30  # so that a is tried first
+    bench.roots["b"].crowded = 1 << 60  # so that a is tried first
     bench.roots["a"].failing = {"write"}
     receipt = await bench.write(lease)
     assert receipt.root == "b"
@@ -154,7 +164,7 @@ async def test_a_root_that_fails_to_discard_undoes_no_commit(bench: Bench) -> No
 async def test_a_copy_left_on_another_root_goes_when_the_sample_is_committed(bench: Bench) -> None:
     (lease,) = await bench.ledger.acquire(1)
     bench.roots["b"].write(payload(bench.marker(lease), random_states(bench.rng, TOKENS, 2, 8)))
-    bench.roots["b"].crowded = 1 << 30
+    bench.roots["b"].crowded = 1 << 60
     receipt = await bench.write(lease)
     assert receipt.root == "a"
     assert await bench.commit(lease, receipt)
@@ -174,6 +184,7 @@ async def test_a_commit_under_way_ends_whole_when_the_run_is_cancelled(tmp_path:
     await asyncio.wait([committing, waiting])
     assert bench.view.indices().tolist() == [0], "committed, and so it is shown"
     bench.writer.shutdown()
+    bench.space.shutdown()
     await bench.ledger.close()
 
 

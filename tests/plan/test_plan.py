@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsx.core.layout import StoreLayout
-from hsx.core.placement import RootSpace, choose
+from hsx.core.placement import RootSpace, Shares
 from hsx.core.spec import CaptureSpec
 from hsx.plan import TB, TIB, Bucket, plan
 
@@ -106,9 +106,10 @@ def test_shares_are_those_of_the_placement_rule(sizes: list[int], rooms: list[tu
     layout = StoreLayout(len(sizes), max(sizes), 4, 8)
     pending = dict.fromkeys((root.name for root in roots), 0)
     unplaced = 0
+    shares = Shares()
     for size in sizes:
         now = [RootSpace(root.name, root.free, root.reserve, pending[root.name], root.usable) for root in roots]
-        name = choose(now, layout.file_bytes(size))
+        name = shares.choose(now, layout.file_bytes(size))
         if name is None:
             unplaced += 1
         else:
