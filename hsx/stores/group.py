@@ -156,7 +156,8 @@ def refuse_populated(path: str | PathLike[str]) -> None:
             raise RunError(
                 "job_changed",
                 f"store {path} belongs to the ledger of run {run or 'unknown'}, and this job has no ledger yet: {reason}; put "
-                "the state folder (job.state_dir) with that ledger back, or give job.store another path",
+                "the state folder (job.state_dir) with that ledger back, build it again (hsx repair JOB --rebuild-ledger), or "
+                "give job.store another path",
             )
 
 
@@ -243,6 +244,16 @@ def record_roots(info: StoreInfo, roots: Mapping[str, Path]) -> StoreInfo:
 def forget_roots(info: StoreInfo, names: Collection[str]) -> StoreInfo:
     """Takes roots out of the group's attributes; nothing on them is touched. Raises RunError `store_unwritable`."""
     changed = replace(info, roots={name: path for name, path in info.roots.items() if name not in names})
+    try:
+        write_json(info.path / metadata.METADATA, metadata.group(read_attributes(info.path) | changed.attributes))
+    except OSError as error:
+        raise store_error(error, info.path) from error
+    return changed
+
+
+def record_run(info: StoreInfo, run: str) -> StoreInfo:
+    """Gives a store to another ledger: one that was built again. Raises RunError `store_unwritable`."""
+    changed = replace(info, run=run)
     try:
         write_json(info.path / metadata.METADATA, metadata.group(read_attributes(info.path) | changed.attributes))
     except OSError as error:

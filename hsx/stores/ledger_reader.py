@@ -130,6 +130,12 @@ class LedgerReader:
         with translated(self._path):
             return count(self._connection)
 
+    def fact(self, key: str) -> str | None:
+        """The fact recorded under `key`; None where there is none."""
+        with translated(self._path):
+            row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
     def sample(self, index: int) -> SampleRow:
         """One sample's entry. Raises RunError `sample_unknown`."""
         query = (

@@ -161,6 +161,7 @@ def discard_strays(
     removed = 0
     for number, root in enumerate(roots):
         here = visible(root.folder)
+        here = here[here < samples]  # a file may bear any name
         for index in here[((home[here] >= 0) & (home[here] != number)) | doubtful[here]].tolist():
             root.discard(index)
             removed += 1
