@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from hsx.verify_shard import Expected, Finding, Proof, ShardProver
 from hsx.verify_sources import LedgerSource, SealSource, ViewSource, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
     from hsx.ports import CommittedRow
@@ -260,7 +260,7 @@ class _Verifier:
         began = time.monotonic()
         for outcome in self._readers.run({name: of_root.chosen for name, of_root in work.items()}):
             if isinstance(outcome, int):
-                self.report.committed -= 1  # taken back by the job since
+                self.report.committed -= 1  # the job has taken it back since
                 continue
             self._collect(*outcome)
             if progress is not None:
@@ -273,9 +273,12 @@ class _Verifier:
         self._judge_view(np.concatenate([*of_roots.values(), np.empty(0, np.int64)]))
         for name, present in on_roots.items():
             orphans = np.setdiff1d(present, of_roots.get(name, np.empty(0, np.int64)))
-            self.report.uncommitted += len(orphans)
-            room = LISTED - len(self.report.uncommitted_indices)
-            self.report.uncommitted_indices += orphans[:room].tolist()
+            for index in orphans.tolist():
+                now = self._source.now(index) if self._source.changing else None
+                if now is None or now.root != name:
+                    self.report.uncommitted += 1
+                    if len(self.report.uncommitted_indices) < LISTED:
+                        self.report.uncommitted_indices.append(index)
 
     def _survey(self, choice: _Choice) -> dict[str, _Work]:
         """Looks at every committed sample without reading it, and gives each root its work."""
@@ -289,13 +292,13 @@ class _Verifier:
             of_root.committed.append(expected.index)
             if self._source.linked and self._view.target(expected.index) != expected.path:
                 self._links.append(expected.index)
-            if self._state is not None and self._state.proved(expected):
-                self.report.resumed += 1
-            elif choice(number, expected.index):
+            proved = self._state is not None and self._state.proved(expected)
+            if choice(number, expected.index) and not proved:
                 of_root.chosen.append(expected.index)
                 self._nbytes_total += expected.nbytes or self._store.info.layout.file_bytes(expected.tokens)
             else:
-                self._note(expected, self._prover.look(expected))
+                self.report.resumed += proved
+                self._conclude(expected, self._prover.look(expected), self._prover.look)
             number += 1
         return work
 
@@ -327,27 +330,44 @@ class _Verifier:
         return Expected(expected.index, tokens, expected.root, expected.path, expected.nbytes, expected.crc32c, expected.marker)
 
     def _collect(self, expected: Expected, proof: Proof) -> None:
-        """Takes one result; a sample that is somewhere else by now is read there instead."""
-        for _ in range(TURNS):
-            if not proof.findings:
-                break
-            now = self._source.now(expected.index)
-            if now == expected:
-                break
-            if now is None:
-                self.report.committed -= 1
-                return
-            expected, proof = now, self._prover.prove(self._sized(now))
+        """Takes the result of one reading."""
+        nbytes = proof.nbytes
+
+        def read(again: Expected) -> Sequence[Finding]:
+            nonlocal nbytes
+            proof = self._prover.prove(self._sized(again))
+            nbytes = proof.nbytes
+            return proof.findings
+
+        proved = self._conclude(expected, proof.findings, read)
+        if proved is None:
+            return
         self.report.read += 1
         self.report.tokens += self._store.tokens(expected.index)
-        self.report.nbytes += proof.nbytes
-        self._note(expected, proof.findings)
-        if self._state is not None and not proof.findings:
-            self._state.note(expected)
+        self.report.nbytes += nbytes
+        if self._state is not None and proved:
+            self._state.note(proved)
 
-    def _note(self, expected: Expected, findings: Iterable[Finding]) -> None:
+    def _conclude(
+        self, expected: Expected, findings: Sequence[Finding], judge: Callable[[Expected], Sequence[Finding]]
+    ) -> Expected | Literal[False] | None:
+        """Tells of what was found, unless the sample is somewhere else by now: it is judged there instead.
+
+        Returns what was found sound; False where it was not; None where the sample is not committed any more.
+        """
+        for _ in range(TURNS):
+            if not findings:
+                return expected
+            now = self._source.now(expected.index)
+            if now is None:
+                self.report.committed -= 1
+                return None
+            if now == expected:
+                break
+            expected, findings = now, judge(now)
         for finding in findings:
             self._damage(expected.index, finding.kind, finding.message)
+        return False if findings else expected
 
     def _judge_view(self, committed: np.typing.NDArray[np.int64]) -> None:
         """Links that are wrong, or that nothing was committed for. A job that runs has a moment to put them right."""
