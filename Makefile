@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venvs/sglang-0.5.23
 SGLANG_OLD := .venvs/sglang-0.5.18
+ZARR := .venvs/zarr-3.4
 # Tests wait for servers and disks most of the time. A file's tests stay together: they share a server.
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
@@ -27,8 +28,9 @@ setup: $(VENV)/.stamp  ## the development environment, .venv
 setup-sglang:  ## an environment with the real SGLang on a CPU, .venvs/sglang-0.5.23
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.23 $(SGLANG)
 
-setup-tests: setup setup-sglang  ## what `make test` needs besides: a second SGLang, the trained model, systemd's tools
+setup-tests: setup setup-sglang  ## what `make test` needs besides: a second SGLang, a newer zarr, the trained model, systemd's tools
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.18 $(SGLANG_OLD)
+	scripts/setup_zarr.sh $(ZARR)
 	$(BIN)/python scripts/prepare_demo_model.py build/smollm2
 	scripts/setup_system.sh
 
