@@ -39,6 +39,10 @@ class SqliteLedger(TrustLedger):
         RunError: kind `ledger_failed`, from here and from every method.
     """
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._copied: dict[Path, tuple[int, int]] = {}
+
     # --- leases
 
     async def acquire(self, limit: int, only: Collection[int] | None = None) -> list[Lease]:
@@ -173,5 +177,17 @@ class SqliteLedger(TrustLedger):
         return freed
 
     async def backup(self, folders: Mapping[str, Path]) -> dict[str, RunError | None]:
-        """Copies the ledger to each of these folders, by root name, while the run goes on; see `hsx.stores.ledger_backup`."""
-        return await asyncio.to_thread(backup, self._path, folders)
+        """Copies the ledger to each of these folders, by root name, while the run goes on; see `hsx.stores.ledger_backup`.
+
+        A folder whose copy by this process is still up to date is passed by.
+        """
+        state = await self._do(self._changes)
+        due = {name: folder for name, folder in folders.items() if self._copied.get(folder) != state}
+        copies = await asyncio.to_thread(backup, self._path, due)
+        self._copied.update({folder: state for name, folder in due.items() if copies[name] is None})
+        return {name: copies.get(name) for name in folders}
+
+    def _changes(self) -> tuple[int, int]:
+        """Another pair after each change of the ledger, by this connection or another."""
+        (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+        return self._connection.total_changes, version

@@ -77,6 +77,32 @@ def test_a_copy_replaces_the_one_before(path: Path, folders: dict[str, Path]) ->
     assert [file.name for file in folders["a"].iterdir()] == [BACKUP_NAME]
 
 
+async def test_a_copy_is_made_again_only_after_a_change(path: Path, folders: dict[str, Path]) -> None:
+    ledger = SqliteLedger(path)
+    copies = [folder / BACKUP_NAME for folder in folders.values()]
+    await ledger.backup(folders)
+    first = [copy.stat().st_ino for copy in copies]
+    assert await ledger.backup(folders) == {"a": None, "b": None}
+    assert [copy.stat().st_ino for copy in copies] == first
+    await ledger.remember("some", "fact")
+    await ledger.backup(folders)
+    second = [copy.stat().st_ino for copy in copies]
+    other = sqlite3.connect(path)
+    other.execute("UPDATE samples SET attempts = 1 WHERE idx = 0")  # as `hsx move` does, from another process
+    other.commit()
+    other.close()
+    copies[1].unlink()
+    copies[1].parent.rmdir()
+    outcome = await ledger.backup(folders)
+    assert outcome["a"] is None
+    assert outcome["b"] is not None
+    assert copies[0].stat().st_ino != second[0]
+    copies[1].parent.mkdir()
+    assert await ledger.backup(folders) == {"a": None, "b": None}  # one that failed is tried again
+    assert copies[1].exists()
+    await ledger.close()
+
+
 def test_a_root_that_fails_does_not_fail_the_others(path: Path, folders: dict[str, Path]) -> None:
     folders["a"].rmdir()
     outcome = backup(path, {**folders, "c": path})
