@@ -140,6 +140,8 @@ class Mover:
         moved: Callable[[int, int], None] = lambda _samples, _bytes: None,
         reached: Callable[[Step], None] = lambda _step: None,
     ) -> None:
+        if source in targets:
+            raise ValueError(f"root {source} is to be moved to itself; expected other roots")
         self._info = info
         self._source = source
         self._folder = info.folder(source)

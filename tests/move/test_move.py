@@ -164,6 +164,12 @@ def test_what_is_committed_meanwhile_is_moved_too(bench: MoveBench) -> None:
     bench.in_order()
 
 
+def test_a_root_is_not_moved_to_itself(bench: MoveBench) -> None:
+    with pytest.raises(ValueError, match="root b is to be moved to itself"):
+        bench.move("b", ["a", "b"])
+    bench.in_order()
+
+
 def test_reserves_are_kept(bench: MoveBench) -> None:
     with pytest.raises(
         RunError, match=r"roots_full.*no root can take a shard of [0-9]+ bytes from root a \(b: 0 bytes of room; c: 0"

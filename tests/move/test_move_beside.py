@@ -38,7 +38,7 @@ MOMENTS = [(step, times) for step in OPEN for times in (1, 2)]
 class Once:
     """Calls something as a step is reached for the n-th time, and never again."""
 
-    def __init__(self, step: str, times: int, what: Callable[[], None]) -> None:
+    def __init__(self, step: str, times: int, what: Callable[[], object]) -> None:
         self._step = step
         self._times = times
         self._what = what
@@ -111,7 +111,7 @@ def beside(bench: MoveBench) -> RunBeside:
 
 @pytest.mark.parametrize(("step", "times"), MOMENTS)
 def test_a_revocation(bench: MoveBench, beside: RunBeside, step: str, times: int) -> None:
-    revoke = Once(step, times, lambda: str(beside.revoke()))
+    revoke = Once(step, times, beside.revoke)
     report = bench.move("a", reached=revoke)
     assert revoke.done
     assert report.left == 0
