@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench docs clean
+.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -64,7 +64,10 @@ format:  ## formats the code
 bench: setup  ## benchmarks, as ratios measured in one run; results in build/bench
 	mkdir -p build/bench
 	$(BIN)/python scripts/bench_index.py
-	$(BIN)/python scripts/bench_store.py
+	$(BIN)/python scripts/bench_storage.py
+
+bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json
+	$(BIN)/python scripts/bench_storage.py
 
 docs: setup  ## regenerates the generated pages, and builds docs/ into build/site
 	$(BIN)/python scripts/generate_docs.py

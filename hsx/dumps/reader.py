@@ -26,13 +26,16 @@ def read_header(path: Path) -> DumpHeader:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        start = os.pread(descriptor, ALIGNMENT, 0)
-        length = int.from_bytes(start[:8], "little")
-        if ALIGNMENT < 8 + length <= 8 + MAX_HEADER:
-            start = os.pread(descriptor, 8 + length, 0)
-        return decode_header(start, os.fstat(descriptor).st_size)[0]
+        return decode_header(_beginning(descriptor), os.fstat(descriptor).st_size)[0]
     finally:
         os.close(descriptor)
+
+
+def _beginning(descriptor: int) -> bytes:
+    """The file's first page, or as much more as its header claims to have, within reason."""
+    start = os.pread(descriptor, ALIGNMENT, 0)
+    length = int.from_bytes(start[:8], "little")
+    return os.pread(descriptor, 8 + length, 0) if ALIGNMENT < 8 + length <= 8 + MAX_HEADER else start
 
 
 class MappedDump:
@@ -55,7 +58,7 @@ class MappedDump:
         try:
             size = os.fstat(descriptor).st_size
             try:
-                self._header, start = decode_header(os.pread(descriptor, 8 + MAX_HEADER, 0), size)
+                self._header, start = decode_header(_beginning(descriptor), size)
             except SampleError as error:
                 raise SampleError(error.kind, f"{path.name}: {error.message}") from error
             self._map: mmap.mmap | None = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)

@@ -135,26 +135,31 @@ class ShardWriter:
             straight = not self._direct or (rows.ctypes.data % PAGE == 0 and layout.chunk_bytes % PAGE == 0)
             scratch = self._scratch(straight=straight)
             source = payload.source if straight and not self._direct else None
-            entries, end = self._plain(fd, rows, crcs, scratch, source)
+            entries, last, end = self._plain(fd, rows, crcs, scratch, source)
         else:
             scratch = self._scratch(straight=False)
-            entries, end = self._compressed(fd, rows, scratch)
+            entries, last, end = self._compressed(fd, rows, scratch)
         crc = crcs[0]
         for chunk in range(1, chunks):
             crc = combine(crc, crcs[chunk], min(layout.chunk_bytes, rows.size - chunk * layout.chunk_bytes))
         tail = scratch.tail
         write_tail(tail, layout, self._record(payload, crc), entries)
-        return crc, write_all(fd, [tail.data], end)
+        return crc, write_all(fd, [*last, tail.data], end)
 
     def _plain(
         self, fd: int, rows: NDArray[np.uint8], crcs: list[int], scratch: Scratch, source: tuple[int, int] | None
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Writes uncompressed blocks; returns the index's entries and the offset behind the last block."""
+    ) -> tuple[list[tuple[int, int]], list[memoryview], int]:
+        """Writes uncompressed blocks but for the last ones, which go in one call with the tail.
+
+        Returns the index's entries, the buffers that are still to be written, and the offset at which.
+        """
         layout = self._layout
         size = layout.chunk_bytes
         offset = 0
+        buffers: list[memoryview] = []
         for first in range(0, len(crcs), scratch.blocks):
-            buffers: list[memoryview] = []
+            offset = write_all(fd, buffers, offset)
+            buffers = []
             for slot, chunk in enumerate(range(first, min(first + scratch.blocks, len(crcs)))):
                 at = chunk * size
                 head, rest = scratch.block(slot, rows[at : at + size], crcs[chunk])
@@ -165,15 +170,17 @@ class ShardWriter:
                     buffers = rest
                 else:
                     buffers += [head.data, *rest] if head.size else rest
-            offset = write_all(fd, buffers, offset)
-        return [(chunk * layout.block_bytes, size + CRC_BYTES) for chunk in range(len(crcs))], offset
+        return [(chunk * layout.block_bytes, size + CRC_BYTES) for chunk in range(len(crcs))], buffers, offset
 
-    def _compressed(self, fd: int, rows: NDArray[np.uint8], scratch: Scratch) -> tuple[list[tuple[int, int]], int]:
-        """Writes compressed blocks; returns the index's entries and the offset behind the last block."""
+    def _compressed(
+        self, fd: int, rows: NDArray[np.uint8], scratch: Scratch
+    ) -> tuple[list[tuple[int, int]], list[memoryview], int]:
+        """Writes compressed blocks; returns as `_plain`."""
         assert self._codec is not None
         size = self._layout.chunk_bytes
         entries = []
         offset = 0
+        block: list[memoryview] = []
         for at in range(0, rows.size, size):
             chunk = rows[at : at + size]
             if chunk.size < size:
@@ -182,9 +189,10 @@ class ShardWriter:
                 whole[chunk.size :].view(np.uint16)[:] = NAN_BITS
                 chunk = whole
             encoded = np.frombuffer(self._codec.encode(chunk), np.uint8)
+            offset = write_all(fd, block, offset)
             entries.append((offset, encoded.size + CRC_BYTES))
-            offset = write_all(fd, [scratch.encoded(encoded, crc32c(encoded)).data], offset)
-        return entries, offset
+            block = [scratch.encoded(encoded, crc32c(encoded)).data]
+        return entries, block, offset
 
     def _record(self, payload: Payload, crc: int) -> ShardRecord:
         return make_record(payload, self._store, self._spec, self._layout.hidden_size, crc)
