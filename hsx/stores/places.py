@@ -71,18 +71,23 @@ class Places:
         folder = self._folders.get(self._names.get(os.fspath(target.parent), ""))
         return link if folder is None else folder / target.name
 
-    def search(self, index: int) -> Path | None:
+    def search(self, index: int, root: str | None = None) -> Path | None:
         """Looks everywhere for a shard that `shard` did not lead to; None where its root is there and has no such file.
 
         Links are stale for a moment while a sample is moved from root to root, and after a kill until the next run.
 
-        Raises RunError: `root_unusable` where it may lie on a root that was not found; `store_invalid` where two roots have
-        one.
+        Args:
+            index: a committed sample.
+            root: the root that has it, where that is known otherwise than by the link.
+
+        Raises:
+            RunError: `root_unusable` where it may lie on a root that was not found; `store_invalid` where two roots have one.
         """
         again = self.shard(index)
         if again.exists():
             return again
-        found = {name: path for name, folder in self._folders.items() if (path := folder / shard_key(index)).exists()}
+        folders = self._folders if root is None else {name: path for name, path in self._folders.items() if name == root}
+        found = {name: path for name, folder in folders.items() if (path := folder / shard_key(index)).exists()}
         if len(found) > 1:
             raise RunError(
                 "store_invalid",
@@ -91,24 +96,27 @@ class Places:
             )
         if found:
             return next(iter(found.values()))
-        self._require_root(index)
+        self._require_root(index, root or self._linked_root(index))
         return None
 
-    def _require_root(self, index: int) -> None:
+    def _linked_root(self, index: int) -> str | None:
         try:
             target = self.link(index).readlink()
         except OSError:
-            return
-        name = self._names.get(os.fspath(target.parent))
+            return None
+        return self._names.get(os.fspath(target.parent))
+
+    def _require_root(self, index: int, name: str | None) -> None:
+        """Raises RunError `root_unusable` where root `name`, or if that is not known any root, is not there."""
         if name in self._folders:
             return
         lost = [name] if name else sorted(set(self._info.roots) - set(self._folders))
         if lost:
-            example = f"roots={{{lost[0]!r}: PATH}}"
+            places = " or ".join(str(self._info.folder(root)) if root in self._info.roots else root for root in lost)
             raise RunError(
                 "root_unusable",
                 f"sample {index} of store {self._info.path} lies on root {' or '.join(map(repr, lost))}, which is not at "
-                f"{target.parent}; mount it there, or say where it is: hsx.open(..., {example})",
+                f"{places}; mount it there, or say where it is: hsx.open(..., roots={{{lost[0]!r}: PATH}})",
             )
 
 

@@ -1,6 +1,7 @@
 """What `hsx.open` returns: a store, read sample by sample, in batches or in parts.
 
-Reads through the union view, so it needs no ledger and works beside a running job and on a finished store alike.
+Reads through the union view, so it needs no ledger and works beside a running job and on a finished store alike. Of a sealed
+store it needs no union view either: the store's own arrays say what is committed, and on which root.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hsx.stores.buffers import BufferPool
 from hsx.stores.group import open_store, read_final_norm
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.places import Places
+from hsx.stores.seal import read_seal
 from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import visible
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from hsx.core.layout import StoreLayout
     from hsx.stores.group import StoreInfo
+    from hsx.stores.seal import SealedArrays
 
 
 THREADS: Final = 2
@@ -162,7 +165,13 @@ class Store:
     @cached_property
     def committed(self) -> NDArray[np.int64]:
         """Indices of the samples that are there, sorted; as of the first use or the last `refresh`."""
+        if self._sealed is not None:
+            return np.flatnonzero(self._sealed.committed)
         return visible(self.path / HIDDEN_STATES)
+
+    @cached_property
+    def _sealed(self) -> SealedArrays | None:
+        return None if self._info.sealed is None else read_seal(self._info)
 
     def refresh(self) -> None:
         """Looks again for committed samples, in the store of a running job."""
@@ -179,7 +188,7 @@ class Store:
             index = self.index(key) if isinstance(key, int | str) else -1
         except RunError:
             return False
-        return index >= 0 and os.path.lexists(self._places.link(index))
+        return index >= 0 and self._committed(index)
 
     def __getitem__(self, key: SupportsIndex | str) -> StoredSample:
         return self.sample(key)
@@ -344,12 +353,18 @@ class Store:
         except ShardError as error:
             if error.problem != "missing":
                 raise
-            if not os.path.lexists(self._places.link(index)):
+            if not self._committed(index):
                 raise RunError("sample_unknown", f"sample {index} of store {self.path} is not committed") from None
-            elsewhere = self._places.search(index)
+            root = self._sealed.root_of(index) if self._sealed is not None else None
+            elsewhere = self._places.search(index, root)
             if elsewhere is None:
                 raise
         return self._shard(index, elsewhere)
+
+    def _committed(self, index: int) -> bool:
+        if self._sealed is not None:
+            return bool(self._sealed.committed[index])
+        return os.path.lexists(self._places.link(index))
 
     def _shard(self, index: int, path: Path) -> ShardFile:
         owner = (self._info.store_id, index) if self._check else None

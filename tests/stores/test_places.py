@@ -12,6 +12,7 @@ import pytest
 
 import hsx
 from hsx.errors import RunError
+from hsx.stores.seal import SealedArrays, write_seal
 from hsx.testing.stores import BuiltStore, build_store, random_states
 
 if TYPE_CHECKING:
@@ -134,3 +135,31 @@ def test_a_copy_in_which_links_have_become_files(built: BuiltStore, tmp_path: Pa
     require_all(store, built)
     assert 3 in store
     assert store.roots == {}
+
+
+def sealed(built: BuiltStore) -> None:
+    """Seals a store as `hsx seal` does, without proving it."""
+    arrays = SealedArrays.empty(built.info)
+    for row in built.rows[:3]:
+        arrays.put(row.index, row.root, row.crc32c)
+    write_seal(built.info, arrays, {"at": "now"})
+
+
+def test_a_sealed_store_needs_no_links(built: BuiltStore, tmp_path: Path) -> None:
+    """As after a copy by a tool that leaves links out. What its arrays do not have is not committed."""
+    sealed(built)
+    for index in range(4):
+        built.view.path(index).unlink()
+    (tmp_path / "job").rename(tmp_path / "copy")
+    store = hsx.open(tmp_path / "copy" / "store")
+    assert store.committed.tolist() == [0, 1, 2]
+    assert [index in store for index in range(4)] == [True, True, True, False]
+    for sample in store:
+        assert np.array_equal(sample.hidden_states_numpy, built.states[sample.index])
+    with pytest.raises(RunError, match=r"sample 3 of store .* is not committed") as unknown:
+        store.sample(3)
+    assert unknown.value.kind == "sample_unknown"
+    (tmp_path / "copy" / "b").rename(tmp_path / "away")
+    with pytest.raises(RunError, match=r"sample 1 of store .* lies on root 'b'") as lost:
+        hsx.open(tmp_path / "copy" / "store").sample(1)
+    assert lost.value.kind == "root_unusable"
