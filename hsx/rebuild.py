@@ -33,7 +33,7 @@ from hsx.errors import RunError
 from hsx.index import recorded_bad_rows
 from hsx.model_config import read_model_shape
 from hsx.prepare import fingerprint
-from hsx.repair import LISTED, present_roots, tidy
+from hsx.repair import LISTED, Tidied, present_roots, tidy
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import StoreInfo, forget_roots, open_store, record_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger, create, new_run
@@ -87,7 +87,7 @@ class RebuildReport:
         superseded: proved shards of older attempts, or of attempts that the copy knows to be revoked.
         missing: samples that the copy has as committed, and no sound shard was found of: they are pending.
         epochs: lives of servers that are in the new ledger.
-        partials, relinked, strays: see `hsx.repair.RepairReport`.
+        partials, relinked, strays, untidy: see `hsx.repair.Tidied`.
         not_copied: roots that could not take a copy of the new ledger, and why.
     """
 
@@ -113,6 +113,7 @@ class RebuildReport:
     partials: int = 0
     relinked: int = 0
     strays: int = 0
+    untidy: dict[str, str] = field(default_factory=dict)
     not_copied: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +162,9 @@ def rebuild(loaded: LoadedConfig, *, lost: Sequence[str] = (), watch: Callable[[
             report = RebuildReport(str(store.path), str(path), reader.run, store.run)
     # The last thing: until here the store belongs to the ledger that was lost, and a run refuses it.
     store = record_run(store, report.run)
-    report.partials, report.relinked, report.strays = _tidy(store, path)
+    tidied = _tidy(store, path)
+    report.partials, report.relinked, report.strays = tidied.partials, tidied.relinked, tidied.strays
+    report.untidy = tidied.untidy
     copies = backup(path, {name: store.folder(name) for name in store.roots})
     report.not_copied = {name: error.message for name, error in copies.items() if error is not None}
     _forget_dumps(loaded.dump_dir, report.previous_run)
@@ -173,7 +176,7 @@ def rebuild(loaded: LoadedConfig, *, lost: Sequence[str] = (), watch: Callable[[
     return report
 
 
-def _tidy(store: StoreInfo, path: Path) -> tuple[int, int, int]:
+def _tidy(store: StoreInfo, path: Path) -> Tidied:
     ledger = SqliteLedger(path)
     try:
         return tidy(store, ledger)

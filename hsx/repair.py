@@ -71,6 +71,7 @@ class RepairReport:
         relinked: links of the union view that were made or removed; in a dry run, damages of it.
         strays: shards that were removed, as their samples are committed elsewhere, or were taken back.
         partials: files of writers that were cut short, which were removed.
+        untidy: by root, why files that should have been removed are still there; they do no harm.
         left: damages that repair cannot mend.
         left_over: the first `LISTED` of them.
     """
@@ -88,6 +89,7 @@ class RepairReport:
     relinked: int = 0
     strays: int = 0
     partials: int = 0
+    untidy: dict[str, str] = field(default_factory=dict)
     left: int = 0
     left_over: list[Damage] = field(default_factory=list)
 
@@ -257,10 +259,17 @@ class _Hands:
                 self._view.unlink(row.index)
             for row in rows:
                 if row.root in self._store.roots and row.root not in self.report.lost:
-                    self.root(row.root).discard(row.index)
+                    self._discard(row)
         self.report.tokens += sum(row.tokens for row in rows)
         self.report.nbytes += sum(row.nbytes for row in rows)
         return rows
+
+    def _discard(self, row: CommittedRow) -> None:
+        """A shard that stays, on a disk that takes no writes, does no harm: nothing shows it, and each start tries again."""
+        try:
+            self.root(row.root).discard(row.index)
+        except RunError as error:
+            self.report.untidy[row.root] = error.message
 
     def forget(self, roots: Sequence[str]) -> StoreInfo:
         """The store without these roots, durably."""
@@ -279,8 +288,11 @@ class _Hands:
 
     def tidy(self) -> None:
         """See the function of this name."""
-        if self._ledger is not None:
-            self.report.partials, self.report.relinked, self.report.strays = tidy(self._store, self._ledger)
+        if self._ledger is None:
+            return
+        tidied = tidy(self._store, self._ledger)
+        self.report.partials, self.report.relinked, self.report.strays = tidied.partials, tidied.relinked, tidied.strays
+        self.report.untidy |= tidied.untidy
 
     def speaks_of_lost_root(self, damage: Damage) -> bool:
         """Whether it says that a root cannot be listed which is known to be lost, as it is in the store still in a dry run."""
@@ -298,17 +310,42 @@ class _Hands:
         return True
 
 
-def tidy(store: StoreInfo, ledger: SqliteLedger) -> tuple[int, int, int]:
+@dataclass(slots=True)
+class Tidied:
+    """What `tidy` did.
+
+    Attributes:
+        partials: files of writers that were cut short, which were removed.
+        relinked: links of the union view that were made or removed.
+        strays: shards that were removed, as their samples are committed elsewhere, or were taken back.
+        untidy: roots on which something has to stay for now, and why.
+    """
+
+    partials: int = 0
+    relinked: int = 0
+    strays: int = 0
+    untidy: dict[str, str] = field(default_factory=dict)
+
+
+def tidy(store: StoreInfo, ledger: SqliteLedger) -> Tidied:
     """Removes what writers left, and makes the view follow the ledger: as every run does when it starts.
 
-    Returns how many partial files went, links were made or removed, and shards went that are committed elsewhere or were taken
-    back. Raises RunError `root_unusable`, `store_unwritable`, `store_invalid`.
+    Raises RunError `store_unwritable`, `store_invalid`. A root that takes no writes is told of; what stays there does no harm.
     """
+    done = Tidied(relinked=UnionView(store).repair(ledger.committed_roots()))
     roots = [ShardRoot(name, store.folder(name), store) for name in store.roots]
-    partials = sum(root.sweep() for root in roots)
-    relinked = UnionView(store).repair(ledger.committed_roots())
-    strays = discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
-    return partials, relinked, strays
+    for root in roots:
+        try:
+            done.partials += root.sweep()
+        except RunError as error:
+            done.untidy[root.name] = error.message
+    try:
+        done.strays = discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
+    except RunError as error:
+        if error.kind != "root_unusable":
+            raise
+        done.untidy.setdefault("", error.message)
+    return done
 
 
 class _Mending:

@@ -82,6 +82,7 @@ def describe(report: RepairReport) -> str:
     lines.append(f"view       {plural(report.relinked, 'link')} {would}put right")
     if not report.dry_run:
         lines.append(f"swept      {plural(report.partials, 'partial file')}, {plural(report.strays, 'stray shard')}")
+    lines += [f"not swept  {reason}" for reason in report.untidy.values()]
     lines.append(f"result     {_result(report)}")
     return "\n".join([*lines, *_listed(report.left_over, report.left, "left as it is")])
 
@@ -113,6 +114,7 @@ def describe_rebuilt(report: RebuildReport) -> str:
     ]
     if report.missing:
         lines.append(f"missing    {plural(report.missing, 'sample')} committed by the copy, without a sound shard: pending")
+    lines += [f"not swept  {reason}" for reason in report.untidy.values()]
     lines += [f"no copy    {reason}" for reason in report.not_copied.values()]
     lines.append("result     start another server, and hsx run: the one before may not be used again")
     return "\n".join([*lines, *_listed(report.refusals, report.refused, "not taken")])

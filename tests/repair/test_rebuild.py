@@ -19,7 +19,7 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.prepare import prepare
 from hsx.rebuild import RebuildReport, rebuild
-from hsx.repair import at_rest
+from hsx.repair import at_rest, repair
 from hsx.stores.group import open_store, record_run
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_backup import BACKUP_NAME
@@ -340,3 +340,43 @@ def test_a_shard_of_another_store_is_not_taken(job: KeptJob) -> None:
     report = rebuilt(job)
     assert (report.committed, report.refused) == (SAMPLES - 1, 1)
     assert report.refusals[0].kind == "record"
+
+
+def first_format(job: KeptJob) -> None:
+    """Makes the store one of the first format, whose shards have no records that anybody looks at."""
+    document = job.loaded.store / "zarr.json"
+    found = json.loads(document.read_text())
+    found["attributes"]["hsx"] |= {"format": "hsx-store-1"}
+    del found["attributes"]["hsx"]["codec"]
+    document.write_text(json.dumps(found))
+
+
+def test_a_store_without_records_goes_as_far_as_its_copy(job: KeptJob) -> None:
+    back_up(job)
+    first_format(job)
+    with job.shard(4).open("r+b") as file:
+        file.write(b"\xff" * 64)
+    job.ledger.unlink()
+    report = rebuilt(job)
+    assert (report.committed, report.refused, report.missing) == (SAMPLES - 1, 1, 1)
+    assert job.state()["pending"] == [4]
+    assert job.wrong() == []
+
+
+def test_a_store_without_records_and_copies_cannot_be_rebuilt(job: KeptJob) -> None:
+    first_format(job)
+    job.ledger.unlink()
+    with pytest.raises(RunError, match="have no records") as caught:
+        rebuilt(job)
+    assert caught.value.kind == "ledger_failed"
+
+
+def test_a_sealed_store_is_not_touched(job: KeptJob) -> None:
+    document = job.loaded.store / "zarr.json"
+    found = json.loads(document.read_text())
+    found["attributes"]["hsx"]["sealed"] = {"at": "2026-01-01T00:00:00Z"}
+    document.write_text(json.dumps(found))
+    for work in (rebuild, repair):
+        with at_rest(job.loaded), pytest.raises(RunError, match="is sealed") as caught:
+            work(job.loaded)
+        assert caught.value.kind == "store_sealed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, MOVE_LOCK, locked, store_lock
 from hsx.repair import RELINKED, at_rest, data_lost, repair
 from hsx.stores.group import open_store
+from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.view import UnionView
 from hsx.testing.kept_job import SAMPLES, KeptJob
@@ -245,3 +247,19 @@ def test_without_a_ledger_repair_says_how_to_get_one(job: KeptJob, capsys: pytes
     assert main(["repair", str(job.file)]) == ExitCode.RUN_ERROR
     assert "--rebuild-ledger" in capsys.readouterr().err
     assert main(["repair", str(job.file), "--rebuild-ledger", "--dry-run"]) == ExitCode.REFUSED
+
+
+def test_a_repair_that_was_killed_after_its_transaction_is_finished_by_the_next(job: KeptJob) -> None:
+    async def taken_back() -> None:
+        ledger = SqliteLedger(job.ledger)
+        await ledger.requeue_damaged([1, 2], "chunk", "a bit")
+        await ledger.close()
+
+    asyncio.run(taken_back())
+    assert job.shard(1).exists()
+    with at_rest(job.loaded):
+        report = repair(job.loaded)
+    assert (report.requeued, report.relinked, report.strays) == (0, 2, 2)
+    assert not job.shard(1).exists()
+    assert job.wrong() == []
+    assert mended(job)
