@@ -5,7 +5,8 @@
 mounts a file system (FUSE, spoken here directly) over FOLDER with one file for each IMAGE, under the same name; a loop device
 on such a file is a disk. Every write and every flush that reaches it is appended to LOG before the kernel is answered, and
 `images_at` makes of that what the disks hold after a power cut: all that was flushed, and of the rest some pages, in any order.
-SIGUSR1 breaks the disks: every write and flush fails with EIO from then on; SIGUSR2 heals them. Ends with its parent.
+Disks break by what is written to the file `control` beside them: `break`, from then on every write and flush of all of them
+fails with EIO; or `spoil IMAGE OFFSET LENGTH`, reading that part fails with EIO until it is written. Ends with its parent.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _INIT: Final = struct.Struct("<IIIIHHIIHHII24x")
 _ATTR: Final = struct.Struct("<6Q10I")
 _IO: Final = struct.Struct("<QQII")
 _IO_BYTES: Final = 40
+CONTROL: Final = "control"
+_DIRECT_IO: Final = 1
+"""What is opened so is not cached twice: every read and write reaches this process."""
 _MAX_PAGES: Final = 1 << 22
 _BIG_WRITES: Final = 1 << 5
 _FOREVER: Final = 1 << 30
@@ -143,7 +147,17 @@ class ForgetfulDisks:
 
     def break_down(self) -> None:
         """From now on writes and flushes fail with EIO."""
-        self.process.send_signal(signal.SIGUSR1)
+        (self.folder / CONTROL).write_text("break")
+
+    def spoil(self, name: str, content: bytes) -> None:
+        """A bad sector: the first page of the disk with this content cannot be read any more, until it is written.
+
+        Raises AssertionError where there is none.
+        """
+        disk = (self.folder / name).read_bytes()
+        offset = disk.find(content)
+        assert offset >= 0, f"disk {name} does not have that content"
+        (self.folder / CONTROL).write_text(f"spoil {name} {offset // PAGE * PAGE} {PAGE}")
 
 
 @contextmanager
@@ -178,9 +192,12 @@ class _Server:
     def __init__(self, fd: int, log: int, images: Sequence[Path]) -> None:
         self._fd = fd
         self._log = log
-        self._names = {image.name.encode(): number for number, image in enumerate(images)}
+        self._names = {image.name: number for number, image in enumerate(images)}
+        self._names[CONTROL] = len(images)
         self._disks = [bytearray(image.read_bytes()) for image in images]
         self._broken = False
+        self._bad: list[tuple[int, int, int]] = []
+        """(disk, begin, end) of what cannot be read."""
         self._handlers = {
             1: self._lookup,
             3: self._getattr,
@@ -201,8 +218,6 @@ class _Server:
 
     def serve(self) -> None:
         """Until the file system is unmounted."""
-        signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "_broken", True))
-        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_broken", False))
         room = bytearray(_MOST + 2 * PAGE)
         view = memoryview(room)
         while True:
@@ -229,7 +244,7 @@ class _Server:
         return _INIT.pack(7, 31, _MOST, _MAX_PAGES | _BIG_WRITES, 16, 12, _MOST, 1, _MOST // PAGE, 0, 0, 0)
 
     def _lookup(self, _node: int, body: memoryview) -> bytes:
-        number = self._names.get(bytes(body).rstrip(b"\0"))
+        number = self._names.get(bytes(body).rstrip(b"\0").decode())
         if number is None:
             raise OSError(errno.ENOENT, "no such disk")
         node = number + _ROOT + 1
@@ -239,7 +254,7 @@ class _Server:
         return struct.pack("<QII", _FOREVER, 0, 0) + self._attributes(node)
 
     def _attributes(self, node: int) -> bytes:
-        size = 0 if node == _ROOT else len(self._disk(node))
+        size = len(self._disks[node - _ROOT - 1]) if 0 < node - _ROOT <= len(self._disks) else 0
         mode = stat.S_IFDIR | 0o755 if node == _ROOT else stat.S_IFREG | 0o644
         return _ATTR.pack(node, size, size // 512, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, PAGE, 0)
 
@@ -247,16 +262,25 @@ class _Server:
         return self._disks[node - _ROOT - 1]
 
     def _open(self, node: int, _body: memoryview) -> bytes:
-        return struct.pack("<QII", node, 0, 0)
+        return struct.pack("<QII", node, _DIRECT_IO if node != _ROOT else 0, 0)
 
     def _read(self, node: int, body: memoryview) -> bytes:
         _, offset, size, _ = _IO.unpack_from(body)
+        for disk, begin, end in self._bad:
+            if disk == node - _ROOT - 1 and offset < end and begin < offset + size:
+                raise OSError(errno.EIO, "bad sector")
         return bytes(self._disk(node)[offset : offset + size])
 
     def _write(self, node: int, body: memoryview) -> bytes:
-        self._fail_if_broken()
         _, offset, size, _ = _IO.unpack_from(body)
         data = body[_IO_BYTES : _IO_BYTES + size]
+        if node - _ROOT - 1 == len(self._disks):
+            self._obey(bytes(data).decode())
+            return struct.pack("<II", size, 0)
+        self._fail_if_broken()
+        disk = node - _ROOT - 1
+        # A disk puts another sector in the place of a bad one when that is written.
+        self._bad = [bad for bad in self._bad if not (bad[0] == disk and offset <= bad[1] and bad[2] <= offset + size)]
         self._disk(node)[offset : offset + size] = data
         self._note(_WRITE, node, offset, data)
         return struct.pack("<II", size, 0)
@@ -265,6 +289,15 @@ class _Server:
         self._fail_if_broken()
         self._note(_FLUSH, node, 0, memoryview(b""))
         return b""
+
+    def _obey(self, command: str) -> None:
+        match command.split():
+            case ["break"]:
+                self._broken = True
+            case ["spoil", name, offset, length] if name in self._names:
+                self._bad.append((self._names[name], int(offset), int(offset) + int(length)))
+            case _:
+                raise OSError(errno.EINVAL, command)
 
     def _fail_if_broken(self) -> None:
         if self._broken:
