@@ -97,6 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
     run.set_defaults(command="run")
     plan = commands.add_parser("plan", parents=[job, json, verbose], help="say how large a job is, and whether it fits")
     plan.add_argument("--rate", type=_positive, metavar="TOKENS_PER_S", help="prefill rate to reckon the hours with")
+    plan.add_argument(
+        "--sample",
+        metavar="PATH",
+        nargs="?",
+        const="",
+        help="try each storage.codec on states of the model: a store, a dump, a folder of dumps; default: the job's store",
+    )
     check = commands.add_parser("check", parents=[json, verbose], help="check a job file and print it resolved")
     check.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML)")
     check.add_argument("--schema", action="store_true", help="print the job file's JSON Schema, for editors, and end")

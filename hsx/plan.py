@@ -78,6 +78,7 @@ class Plan:
         staging_bytes: the budget for dumps.
         tokens_per_s: the rate that `hours` is reckoned with, if one is known.
         rate_source: where that rate comes from: `given`, `measured` or "".
+        codec: how inner chunks are compressed; what that saves is not known before, and file sizes are the most that can be.
     """
 
     samples: int
@@ -94,6 +95,7 @@ class Plan:
     staging_bytes: int
     tokens_per_s: float | None
     rate_source: str
+    codec: str
 
     @property
     def fits(self) -> bool:
@@ -146,6 +148,7 @@ def plan(
     rejected: int = 0,
     tokens_per_s: float | None = None,
     rate_source: str = "",
+    codec: str = "none",
 ) -> Plan:
     """Plans a job.
 
@@ -158,9 +161,10 @@ def plan(
         rejected: bad rows that were left out.
         tokens_per_s: a rate, if one is known.
         rate_source: `given` or `measured`.
+        codec: `storage.codec`.
     """
     longest = int(lengths.max())
-    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size)
+    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size, codec=codec)
     chunks = -(-lengths // layout.chunk_tokens)
     # A shard's size depends on its number of inner chunks alone; a whole last chunk would pass the longest sample.
     sizes = {count: layout.file_bytes(min(count * layout.chunk_tokens, longest)) for count in np.unique(chunks).tolist()}
@@ -183,6 +187,7 @@ def plan(
         staging_bytes=staging_bytes,
         tokens_per_s=tokens_per_s,
         rate_source=rate_source if tokens_per_s else "",
+        codec=codec,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.commands import codecs
 from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, plural, table
 from hsx.core.placement import RootSpace
@@ -57,11 +58,16 @@ def run(args: argparse.Namespace) -> int:
         rejected=rejected,
         tokens_per_s=args.rate or measured,
         rate_source="given" if args.rate else "measured",
+        codec=loaded.config.storage.codec,
     )
+    trials = None if args.sample is None else codecs.try_on(args.sample or str(loaded.store), shape.hidden_size)
     if args.json:
-        emit_json({**result.as_json(), "committed": counts.committed if counts else 0})
+        tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
+        emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **tried})
     else:
         emit(describe(result, counts))
+        if trials is not None:
+            emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))
     return ExitCode.DONE if result.fits else ExitCode.REFUSED
 
 
@@ -120,7 +126,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
         f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
         f"tokens     {result.tokens}, {result.bytes_per_token} bytes each",
         f"payload    {_size(result.payload_bytes)}",
-        f"on disk    {_size(result.file_bytes)}, with checksums and padding",
+        f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
         f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
     ]
     if result.hours is not None and result.tokens_per_s:
@@ -134,6 +140,10 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
     lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
     return "\n".join(lines)
+
+
+def _before(codec: str) -> str:
+    return "" if codec == "none" else f", before {codec} (see --sample)"
 
 
 def _rejected(count: int) -> str:

@@ -1,0 +1,95 @@
+"""`hsx plan --sample`: what compression would save, measured on states of the job's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsx.commands.output import table
+from hsx.core.dump import SUFFIX
+from hsx.core.layout import CHUNK_TOKENS
+from hsx.dumps.reader import MappedDump
+from hsx.errors import RunError
+from hsx.stores.codec_sample import CHUNKS, CodecTrial, try_codecs
+from hsx.stores.reader import Store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def try_on(source: str, hidden_size: int) -> list[CodecTrial]:
+    """Tries every codec on states of a store, a dump, or a folder of dumps.
+
+    Args:
+        source: its path.
+        hidden_size: H of the job's model, which they have to be of.
+
+    Raises:
+        RunError: `not_run_yet` where there is nothing at the path; `usage` where the states are of another width;
+            `sample_unknown` where a store has no committed sample yet; what `hsx.open` raises.
+        SampleError: `dump_invalid`.
+    """
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise RunError("not_run_yet", f"{path} does not exist; give --sample a store or a dump of this model")
+    dumps = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))[:CHUNKS]
+    chunks = [_of_dump(dump) for dump in dumps] if dumps else _of_store(path)
+    width = chunks[0].shape[-1]
+    if width != hidden_size:
+        raise RunError("usage", f"{path} has states of width {width}; the job's model has {hidden_size}")
+    return try_codecs(chunks)
+
+
+def _of_dump(path: Path) -> NDArray[np.uint16]:
+    dump = MappedDump(path)
+    middle = max((dump.header.tokens - CHUNK_TOKENS) // 2, 0)
+    chunk = dump.states[middle : middle + CHUNK_TOKENS].copy()
+    dump.close()
+    return chunk
+
+
+def _of_store(path: Path) -> list[NDArray[np.uint16]]:
+    store = Store(path)
+    committed = store.committed
+    if not len(committed):
+        raise RunError(
+            "sample_unknown",
+            f"store {path} has no committed sample to try codecs on; give --sample another store or dump of this model",
+        )
+    chosen = committed[np.linspace(0, len(committed) - 1, min(CHUNKS, len(committed))).astype(np.int64)]
+    chunks = []
+    for index in map(int, chosen):
+        middle = max((store.tokens(index) - CHUNK_TOKENS) // 2, 0)
+        chunks.append(store.hidden_states_numpy(index, middle, min(middle + CHUNK_TOKENS, store.tokens(index))))
+    return chunks
+
+
+def as_json(trials: list[CodecTrial], payload_bytes: int) -> list[dict[str, Any]]:
+    """The trials as JSON values, with what they make of a job's payload."""
+    return [
+        {
+            "codec": trial.codec,
+            "ratio": trial.ratio,
+            "stored_bytes": round(payload_bytes / trial.ratio),
+            "write_cpu_s_per_gb": trial.write_s_per_gb,
+            "read_cpu_s_per_gb": trial.read_s_per_gb,
+        }
+        for trial in trials
+    ]
+
+
+def describe(trials: list[CodecTrial], payload_bytes: int, chosen: str) -> str:
+    """The trials as a table."""
+    rows = [
+        (
+            trial.codec + (" (the job's)" if trial.codec == chosen else ""),
+            f"{trial.ratio:.3f}",
+            f"{payload_bytes / trial.ratio / 1e9:.1f} GB",
+            f"{trial.write_s_per_gb:.2f}",
+            f"{trial.read_s_per_gb:.2f}",
+        )
+        for trial in trials
+    ]
+    return table(("codec", "ratio", "payload takes", "CPU s/GB to write", "to read"), rows)
