@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import subprocess
@@ -117,13 +118,31 @@ for name, recipe in json.loads(sys.argv[4]).items():
         numpy.save(f"{sys.argv[3]}/{name}-{index}.npy", found["states"].view(torch.uint16).numpy())
 """
     found = recipes()
-    assert len(found) == 3
+    assert len(found) == 4
     # -I and -S: neither this folder, nor PYTHONPATH, nor site-packages with its link to hsx.
     arguments = [str(packages_without_hsx), str(built.info.path), str(tmp_path), json.dumps(found)]
     subprocess.run([sys.executable, "-I", "-S", "-c", program, *arguments], check=True, timeout=100, cwd=tmp_path)
     for name in found:
         for index in (0, 3, 4):
             assert np.array_equal(np.load(tmp_path / f"{name}-{index}.npy"), built.states[index])
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc", "zstd"])
+def test_the_documented_reader_reads_whatever_is_there(tmp_path: Path, codec: str) -> None:
+    states = [random_bits(np.random.default_rng(i), tokens, 3, 40) for i, tokens in enumerate((1, 300, 64, 10))]
+    built = build_store(tmp_path, states, roots=["a", "b"], codec=codec, committed=3)
+    found: dict[str, Any] = {"store": str(built.info.path), "index": 1}
+    exec(recipes()["a whole reader"], found)
+    reader = found["reader"]
+    assert reader.committed() == [0, 1, 2]
+    for index, truth in enumerate(states[:3]):
+        assert np.array_equal(reader.states(index).view(torch.uint16).numpy(), truth)
+        assert reader.input_ids(index).tolist() == built.input_ids[index].tolist()
+        record = reader.record(index)
+        assert (record["store"], record["index"], record["marker"]) == (built.info.store_id, index, built.rows[index].marker)
+        assert record["crc32c"] == built.rows[index].crc32c
+        assert record["ids"] == hashlib.sha256(built.input_ids[index].tobytes()).hexdigest()
+    assert np.array_equal(reader.states(1, 60, 130).view(torch.uint16).numpy(), states[1][60:130])
 
 
 def test_samples_are_found_by_index_and_id(store: Store) -> None:
