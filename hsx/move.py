@@ -311,9 +311,11 @@ class Mover:
     def _switch(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """Makes the copies the samples, where the originals still are; returns those."""
         with self._held(), self._ledger.transaction():
-            ready = [copy for copy in copies if self._ledger.row(copy.row.index) == copy.row and self._in_place(copy)]
+            ready = []
             for copy in copies:
-                if copy not in ready:
+                if self._ledger.row(copy.row.index) == copy.row:
+                    ready += [copy] if self._in_place(copy) else []
+                else:
                     # Revoked, and perhaps committed elsewhere again. While it is pending its file may be a new attempt's.
                     self._left_alone += 1
                     self._clear_stray(copy.target, copy.row.index)
