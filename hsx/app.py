@@ -110,6 +110,7 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
             telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
             await _revoke_overdue(ledger, telemetry)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
+            await run.begin()
             anything_left = (await ledger.counts()).pending or await ledger.unvouched()
             interrupted = await run.run() if anything_left else False
             unvouched = await ledger.unvouched()
@@ -143,6 +144,14 @@ class Run:
         self._parts = Wiring(loaded, job, ledger, telemetry, outside)
         self._interrupted = False
 
+    async def begin(self) -> None:
+        """Finds out what a power cut has cost, where disks are synced now and then only; those samples are pending again."""
+        try:
+            await self._parts.syncing.begin()
+        except BaseException:
+            self._parts.shutdown()
+            raise
+
     async def run(self) -> bool:
         """Extracts; True when a signal cut the run short."""
         status = StatusServer(self._telemetry, self._facts, self._loaded.config.status.host, self._loaded.config.status.port)
@@ -157,11 +166,11 @@ class Run:
                     await self._extract_all()
                     await self._parts.writer.close()
                     await committing
+                    await self._parts.copies.take()
                     for task in others:
                         task.cancel()
         finally:
-            self._parts.writer.shutdown()
-            self._parts.space.shutdown()
+            self._parts.shutdown()
             self._parts.dumps.close()
             await self._parts.client.close()
             await status.stop()
@@ -171,10 +180,11 @@ class Run:
         return self._interrupted
 
     async def _extract_all(self) -> None:
-        """Extracts until nothing is pending and a canary vouches for all of it; or, drained, for what there is."""
+        """Extracts until nothing is pending, vouched for by a canary, and synced; or, drained, for what there is."""
         while True:
             await self._parts.pipeline.run()
-            if await self._parts.vouching.close(self._parts.supervisor.ready):
+            vouched = await self._parts.vouching.close(self._parts.supervisor.ready)
+            if await self._parts.syncing.close() and vouched:
                 break
         epoch = self._parts.supervisor.epoch
         if epoch is not None:
@@ -188,6 +198,8 @@ class Run:
             self._parts.watchdog.run(self._parts.sweeper),
             self._parts.vouching.run(self._parts.supervisor.ready),
             self._parts.dumps.watch(),
+            self._parts.syncing.run(),
+            self._parts.copies.run(),
             self._notifier.keep_alive(self._parts.watchdog.is_looking),
             self._report(),
         ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.core.dump import dump_bytes
 from hsx.core.invariants import INVARIANTS, Evidence, Parting, Violation, fingerprint, judge_answer, judge_dump, twins
 from hsx.core.marker import Marker
 from hsx.errors import EngineError, SampleError
@@ -21,7 +22,7 @@ from hsx.tasks import together
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from numpy.typing import NDArray
 
@@ -52,6 +53,7 @@ class Canary:
         outstanding: knows the markers under way.
         measure: measures a dump's tensors against the ids asked for.
         distances: relative distance of each row of two states, [tokens, L].
+        room: waits until the dump directory has room for so many bytes; raises EngineError `staging_full` where nobody waits.
     """
 
     run: str
@@ -65,6 +67,7 @@ class Canary:
     outstanding: Outstanding
     measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
     distances: Callable[[NDArray[np.uint16], NDArray[np.uint16]], NDArray[np.float32]]
+    room: Callable[[int], Awaitable[object]]
     _reference: dict[str, NDArray[np.uint16]] = field(default_factory=dict)
 
     async def check(self, epoch: LiveEpoch) -> int:
@@ -96,6 +99,7 @@ class Canary:
 
     async def _bring(self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]]) -> list[tuple[NDArray[np.uint16], int]]:
         """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers."""
+        await self.room(sum(dump_bytes(self.spec, self.shape.hidden_size, len(ids)) for ids in prompts))
         timeout_s = self.timeout_s(sum(len(ids) for ids in prompts))
         probes = [Probe(await self._marker(len(ids)), ids, timeout_s) for ids in prompts]
         floor = epoch.counter.highest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import resource
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -77,7 +77,7 @@ def check(
         *_roots(loaded, places),
         *_overlaps(loaded),
         *_inputs(loaded),
-        *_writable(places),
+        *_writable(places, go_on=loaded.config.storage.on_missing_root == "go_on"),
         *_state_dir(loaded, places),
         *_engine(loaded),
         *_status(loaded),
@@ -95,6 +95,7 @@ class _Places:
         self.by_key: dict[str, tuple[Path, Place]] = {}
         wanted = [("job.store", loaded.store), ("job.state_dir", loaded.state_dir), ("staging.dump_dir", loaded.dump_dir)]
         wanted += [(f"roots[{number}].path", root.path) for number, root in enumerate(loaded.roots)]
+        self.roots = len(loaded.roots)
         for key, path in wanted:
             try:
                 self.by_key[key] = (path, disks.place(path))
@@ -225,14 +226,19 @@ def _inputs(loaded: LoadedConfig) -> Iterator[Finding]:
         yield Finding("error", "dataset.chat_template", f"{loaded.chat_template} is not a file")
 
 
-def _writable(places: _Places) -> Iterator[Finding]:
-    yield from places.failures
+def _writable(places: _Places, *, go_on: bool) -> Iterator[Finding]:
+    """Folders that cannot be used; with `go_on` roots may be missing, as long as one is there."""
+    found = list(places.failures)
     for key, (path, place) in places.by_key.items():
         if place.obstacle:
-            yield Finding("error", key, f"{path} cannot be written: {place.obstacle}")
+            found.append(Finding("error", key, f"{path} cannot be written: {place.obstacle}"))
         elif key.startswith("roots[") and place.existing != path:
             # hsx never makes a root: on an unmounted disk's mount point it would fill the system disk instead.
-            yield Finding("error", key, f"{path} does not exist; mount its disk, or make the folder on that disk")
+            found.append(Finding("error", key, f"{path} does not exist; mount its disk, or make the folder on that disk"))
+    missing = {finding.key for finding in found if finding.key.startswith("roots[")}
+    if go_on and len(missing) < places.roots:
+        found = [replace(finding, level="warning") if finding.key in missing else finding for finding in found]
+    yield from found
 
 
 def _state_dir(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:

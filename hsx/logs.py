@@ -38,7 +38,7 @@ EVENTS: Final[dict[str, tuple[Level, str]]] = {
         "the run ends, and no canary stands behind the last samples of these epochs: run the job again; epochs",
     ),
     PER_SAMPLE: ("info", "one sample is durable: the canonical line, with marker, epoch, sequence, root and timings"),
-    "root.lost": ("error", "a root is out of service for the rest of this run; its committed samples stay; root, kind, message"),
+    "root.lost": ("error", "a root is out of service in this run; its committed samples stay; root, kind, message"),
     "intake.paused": ("error", "no sample is started: disks or dump directory have no room; kind, and what to free in message"),
     "intake.resumed": ("info", "there is room again; kind, and how many seconds it took"),
     "attempt.failed": ("warning", "an attempt failed by the sample's own fault and will be repeated; marker, reason, evidence"),

@@ -66,6 +66,19 @@ def _states(data: dict[str, Any]) -> Values:
     return {state.value: int(state.value == data["engine"]["state"]) for state in State}
 
 
+def _paused(data: dict[str, Any]) -> Values:
+    kinds = {pause["kind"] for pause in data["intake"]["pauses"]}
+    return {kind: int(kind in kinds) for kind in ("roots_full", "staging_full")}
+
+
+def _of_roots(value: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str, Any]], Values]:
+    def values(data: dict[str, Any]) -> Values:
+        found = {name: value(root) for name, root in data["roots"].items()}
+        return {name: known for name, known in found.items() if known is not None}
+
+    return values
+
+
 METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec("hsx_samples_committed_total", "counter", "", "Samples committed by this run", _by_run("samples")),
     MetricSpec("hsx_tokens_committed_total", "counter", "", "Tokens committed by this run", _by_run("tokens")),
@@ -138,8 +151,30 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "gauge",
         "root",
         "Free bytes of a root",
-        lambda data: {name: root["free_bytes"] for name, root in data["roots"].items()},
+        _of_roots(lambda root: root["free_bytes"]),
     ),
+    MetricSpec(
+        "hsx_root_room_bytes",
+        "gauge",
+        "root",
+        "Bytes that may still be promised to a root: free, less its reserve and what is under way to it",
+        _of_roots(lambda root: root["room_bytes"]),
+    ),
+    MetricSpec(
+        "hsx_root_bytes_per_second",
+        "gauge",
+        "root",
+        "Speed that one writer of a root reaches, as measured; placement is weighted by it",
+        _of_roots(lambda root: root["bytes_per_second"]),
+    ),
+    MetricSpec(
+        "hsx_root_in_service",
+        "gauge",
+        "root",
+        "1 while a root takes shards, 0 once it is lost, while it is drained, and while it refuses",
+        _of_roots(lambda root: int(root["state"] == "in_service")),
+    ),
+    MetricSpec("hsx_intake_paused", "gauge", "kind", "1 while no sample is started for want of room, by kind", _paused),
     MetricSpec(
         "hsx_job_samples",
         "gauge",

@@ -380,6 +380,13 @@ class Root(Protocol):
         """Makes the names written so far durable (fsync of the directory). Raises RunError `root_unusable`."""
         ...
 
+    def flush(self) -> None:
+        """Makes everything on its file system durable (syncfs): what shards written without a sync of their own wait for.
+
+        Raises RunError `root_unusable`; not to be tried again.
+        """
+        ...
+
     def discard(self, index: int) -> None:
         """Removes the shard of sample `index`, if there is one here: its committed one lies elsewhere.
 
@@ -494,7 +501,7 @@ class Observer(Protocol):
         ...
 
     def intake_paused(self, kind: str, message: str) -> None:
-        """No sample is started for want of room (`roots_full`, `staging_full`); `message` says what to free. Told repeatedly."""
+        """No sample is started for want of room (`roots_full`, `staging_full`); `message`: what to free. Told repeatedly."""
         ...
 
     def intake_resumed(self, kind: str) -> None:

@@ -37,11 +37,15 @@ def summary_line(snapshot: dict[str, Any]) -> str:
     done = samples.get("committed", samples["committed_by_run"])
     parts = [
         f"samples {done}/{total}" if total is not None else f"samples {done}",
+        *(f"PAUSED: {pause['message']}" for pause in snapshot["intake"]["pauses"]),
         f"{tokens['per_second']['minute']:.0f} tokens/s",
         f"{progress['bytes']['per_second']['minute'] / 1e6:.1f} MB/s",
         f"in flight {snapshot['in_flight']['requests']}",
         f"engine {engine['state']}",
     ]
+    lost = [name for name, root in snapshot["roots"].items() if root["state"] == "lost"]
+    if lost:
+        parts.append(f"roots lost: {', '.join(lost)}")
     for words, count in (
         ("quarantined", snapshot["quarantine"]["count"]),
         ("violations", snapshot["invariants"]["violations"]),

@@ -78,7 +78,7 @@ class StatusServer:
         for key, value in self._facts().items():
             merged = document.get(key)
             document[key] = {**merged, **value} if isinstance(merged, dict) and isinstance(value, dict) else value
-        document.setdefault("ready", _ready(document["engine"]))
+        document.setdefault("ready", _ready(document["engine"], document["intake"]))
         return document
 
     async def _status(self, _request: web.Request) -> web.Response:
@@ -97,8 +97,10 @@ class StatusServer:
         return web.Response(body=metrics.render(self._registry), headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
-def _ready(engine: dict[str, Any]) -> dict[str, Any]:
-    """Ready means that samples flow: the engine passed its boot gate."""
+def _ready(engine: dict[str, Any], intake: dict[str, Any]) -> dict[str, Any]:
+    """Ready means that samples flow: the engine passed its boot gate, and there is room for them."""
+    if intake["paused"]:
+        return {"ok": False, "reason": "; ".join(f"{pause['kind']}: {pause['message']}" for pause in intake["pauses"])}
     if engine["state"] == State.READY.value:
         return {"ok": True, "reason": ""}
     why = engine["waiting_for"] or engine["reason"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from asyncio_throttle import Throttler
 
 from hsx.admission import Admission
@@ -26,20 +28,23 @@ from hsx.dumps.measure import measure
 from hsx.engines import sglang
 from hsx.engines.external import ExternalOwner
 from hsx.engines.leftovers import sweep_shared_memory
-from hsx.engines.process import process_alive
+from hsx.engines.process import boot_id, process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
 from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
 from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.space import RootsSettings, Space, Staging
+from hsx.stores.checksum import crc32c
 from hsx.stores.draining import is_draining
 from hsx.stores.group import open_store, record_final_norm
-from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots
+from hsx.stores.ledger_reader import LedgerReader
+from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots, usable_roots
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts
 from hsx.suspects import Suspects
 from hsx.sweeper import Sweeper
+from hsx.upkeep import Copies, Syncing
 from hsx.vouching import Vouching
 from hsx.watchdog import Watchdog, WatchdogParts
 from hsx.writer import Writer, WriterSettings
@@ -48,15 +53,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from hsx.config_load import LoadedConfig
     from hsx.core.epoch import CaptureReport
     from hsx.core.invariants import Content
     from hsx.core.layout import StoreLayout
-    from hsx.ports import Clock, EngineClient, EngineOwner
+    from hsx.ports import Clock, CommittedRow, EngineClient, EngineOwner, Root
     from hsx.prepare import OpenJob
+    from hsx.stores.group import StoreInfo
     from hsx.stores.ledger import SqliteLedger
     from hsx.stores.root import ShardRoot
     from hsx.telemetry import Telemetry
@@ -96,6 +101,7 @@ class Wiring:
     Attributes:
         client, dumps: see `hsx.ports`.
         supervisor, watchdog, vouching, sweeper, space, writer, pipeline: each in the module of its name.
+        syncing, copies: see `hsx.upkeep`.
 
     Raises:
         RunError: a root, the store or the dump directory cannot be used; its kind says how.
@@ -113,7 +119,7 @@ class Wiring:
         homes = Homes(loaded.state_dir)
         with homes.held():  # no sample is moved between reading the ledger and acting on it
             known = drop_empty_roots(open_store(loaded.store), [root.name for root in loaded.roots], ledger.homes)
-            store, roots = attach_roots(known, {root.name: root.path for root in loaded.roots})
+            store, roots = self._attach(known)
             _sweep(roots, loaded.state_dir)
             view = UnionView(store)
             # Links first: one that an interrupted move left points to a copy that is about to go.
@@ -162,10 +168,28 @@ class Wiring:
         self.watchdog = self._make_watchdog(clock, canary)
         self.sweeper = Sweeper(ledger.run, self._outstanding, self.dumps, ledger, clock, self.watchdog.count)
         self.pipeline = self._make_pipeline(clock)
+        self.syncing = self._make_syncing(roots, clock)
+        folders = {root.name: root.folder for root in roots}
+        self.copies = Copies(config.storage.backup_seconds, folders, self.space, ledger, telemetry, clock)
+
+    def shutdown(self) -> None:
+        """Ends the threads; waits for what they are doing."""
+        self.writer.shutdown()
+        self.space.shutdown()
 
     def patience_s(self) -> float:
         """Seconds without a sign of work that are allowed for what is in flight now."""
         return deadline_s(self._progress_limits, self._admission.in_flight.tokens)
+
+    def _attach(self, store: StoreInfo) -> tuple[StoreInfo, list[ShardRoot]]:
+        """The roots that the job file names; without those that cannot be used, where it says so."""
+        storage = self._loaded.config.storage
+        paths = {root.name: root.path for root in self._loaded.roots}
+        if storage.on_missing_root == "go_on":
+            paths, missing = usable_roots(store, paths)
+            for name, error in missing.items():
+                self._telemetry.root_lost(name, error.kind, error.message)
+        return attach_roots(store, paths, durable=storage.durability == "commit", writer=storage.writer)
 
     def _roots_settings(self, roots: Sequence[ShardRoot]) -> RootsSettings:
         folders = {root.name: root.folder for root in roots}
@@ -182,6 +206,29 @@ class Wiring:
     def _is_outstanding(self, name: str) -> bool:
         return self._outstanding.standing(name)[0] is Standing.OUTSTANDING
 
+    def _make_syncing(self, roots: Sequence[ShardRoot], clock: Clock) -> Syncing:
+        def committed(since: float) -> list[CommittedRow]:
+            with LedgerReader(self._job.ledger) as ledger:
+                return list(ledger.committed(since))
+
+        def sound(root: Root, row: CommittedRow) -> bool:
+            with suppress(RunError):
+                return crc32c(root.read(row.index, row.tokens).reshape(-1).view(np.uint8)) == row.crc32c
+            return False
+
+        return Syncing(
+            relaxed=self._loaded.config.storage.durability == "relaxed",
+            roots=roots,
+            space=self.space,
+            ledger=self._ledger,
+            store=self.writer,
+            committed=committed,
+            sound=sound,
+            boot=boot_id(),
+            observer=self._telemetry,
+            clock=clock,
+        )
+
     def _make_canary(self) -> Canary:
         config = self._loaded.config
         return Canary(
@@ -196,6 +243,7 @@ class Wiring:
             outstanding=self._outstanding,
             measure=self._measure,
             distances=row_distances,
+            room=lambda nbytes: self._staging.admit(self._admission.in_flight, nbytes),
         )
 
     def _make_supervisor(self, clock: Clock, canary: Canary) -> Supervisor:

@@ -128,7 +128,7 @@ class Writer:
         Raises RunError where they cannot be read.
         """
         if row.root not in self._roots:
-            raise RunError("root_unusable", f"sample {row.index} lies on root {row.root!r}, which the job file does not name")
+            raise RunError("root_unusable", f"sample {row.index} lies on root {row.root!r}, which is not in service")
         return self._roots[row.root].read(row.index, row.tokens), self._samples.input_ids(row.index)
 
     async def revoke(self, rows: Sequence[CommittedRow]) -> None:

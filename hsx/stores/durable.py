@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -87,6 +88,16 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_file_system(fd: int) -> None:
+    """Makes everything on the file system of an open file durable (syncfs).
+
+    Raises OSError, also for writes in the background that failed since `fd` was opened; a failure must not be retried.
+    """
+    if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def make_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores import metadata
 from hsx.stores.draining import end_draining
-from hsx.stores.durable import make_folder, root_error, sync_folder, write_json
+from hsx.stores.durable import make_folder, root_error, sync_file_system, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, forget_roots, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
 from hsx.stores.shard_reader import ShardFile
@@ -51,6 +51,8 @@ class ShardRoot:
         self._folder = folder
         self._info = info
         self._durable = durable
+        # Open for the whole run: only so does a sync hear of every write in the background that has failed.
+        self._flushed = -1 if durable else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._writer = self._make_writer(direct=direct)
 
     def _make_writer(self, *, direct: bool) -> ShardWriter:
@@ -107,6 +109,20 @@ class ShardRoot:
             return
         try:
             sync_folder(self._folder)
+        except OSError as error:
+            raise RunError("root_unusable", root_error(error, self._name, self._folder).message) from error
+
+    def flush(self) -> None:
+        """Makes everything on its file system durable. Raises RunError `root_unusable`; not to be tried again."""
+        fd = self._flushed
+        try:
+            if fd < 0:
+                fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                sync_file_system(fd)
+            finally:
+                if fd != self._flushed:
+                    os.close(fd)
         except OSError as error:
             raise RunError("root_unusable", root_error(error, self._name, self._folder).message) from error
 
@@ -183,13 +199,7 @@ def attach_roots(
         RunError: `root_unusable` where a root is missing, cannot be written, or is not the root it was; `store_unwritable`.
     """
     for name, path in roots.items():
-        folder = path.absolute() / info.store_id
-        try:
-            if name not in info.roots:
-                _lay_out(info, name, path.absolute())
-            identify(info, name, folder)
-        except OSError as error:
-            raise root_error(error, name, folder) from error
+        _attach(info, name, path.absolute())
     changed = record_roots(info, {name: path.absolute() for name, path in roots.items()})
     kind = ShardRoot
     if writer == "zarr":
@@ -197,6 +207,39 @@ def attach_roots(
 
         kind = ZarrRoot
     return changed, [kind(name, changed.folder(name), changed, direct=direct, durable=durable) for name in roots]
+
+
+def usable_roots(info: StoreInfo, roots: Mapping[str, Path]) -> tuple[dict[str, Path], dict[str, RunError]]:
+    """For jobs that go on without a root (`storage.on_missing_root`): those that can be attached, and why the others cannot.
+
+    Raises RunError `root_unusable` where none can.
+    """
+    usable: dict[str, Path] = {}
+    missing: dict[str, RunError] = {}
+    for name, path in roots.items():
+        try:
+            _attach(info, name, path.absolute())
+            folder = path.absolute() / info.store_id
+            if not os.access(folder, os.W_OK | os.X_OK):
+                missing[name] = RunError("root_unusable", f"root {name}: {folder} cannot be written")
+                continue
+        except RunError as error:
+            missing[name] = error
+        else:
+            usable[name] = path
+    if not usable:
+        raise RunError("root_unusable", "no root can be used:\n  " + "\n  ".join(error.message for error in missing.values()))
+    return usable, missing
+
+
+def _attach(info: StoreInfo, name: str, path: Path) -> None:
+    folder = path / info.store_id
+    try:
+        if name not in info.roots:
+            _lay_out(info, name, path)
+        identify(info, name, folder)
+    except OSError as error:
+        raise root_error(error, name, folder) from error
 
 
 def drop_empty_roots(info: StoreInfo, named: Collection[str], homes: Callable[[], Mapping[str, int]]) -> StoreInfo:

@@ -56,6 +56,11 @@ class FailingRoot:
         self._pass("sync")
         self._root.sync()
 
+    def flush(self) -> None:
+        """See the port."""
+        self._pass("flush")
+        self._root.flush()
+
     def discard(self, index: int) -> None:
         """See the port."""
         self._pass("discard")

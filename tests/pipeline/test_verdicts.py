@@ -58,6 +58,10 @@ async def ledger(tmp_path: Path) -> AsyncIterator[SqliteLedger]:
 # --- canary_failed ----------------------------------------------------------------------------------------------------
 
 
+async def enough(_nbytes: int) -> None:
+    """The dump directory has room."""
+
+
 @pytest.fixture
 def canary_of(server: RunningServer, ledger: SqliteLedger, tmp_path: Path) -> Callable[[DumpDirectory, SGLangClient], Canary]:
     """Makes a canary for the shared server."""
@@ -77,6 +81,7 @@ def canary_of(server: RunningServer, ledger: SqliteLedger, tmp_path: Path) -> Ca
             outstanding=Outstanding(ledger.run),
             measure=measure,
             distances=row_distances,
+            room=enough,
         )
 
     return make

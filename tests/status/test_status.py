@@ -28,6 +28,7 @@ KEYS = {
     "in_flight",
     "staging",
     "roots",
+    "intake",
     "invariants",
     "canaries",
     "failed_attempts",
@@ -81,6 +82,16 @@ async def test_ready_only_while_the_engine_is() -> None:
         assert await get("/readyz") == (200, "application/json", {"ok": True, "reason": ""})
         telemetry.engine_state(State.BACKOFF, "nothing came out")
         assert (await get("/readyz"))[2] == {"ok": False, "reason": "engine is BACKOFF: nothing came out"}
+
+
+async def test_not_ready_while_there_is_no_room() -> None:
+    telemetry = Telemetry()
+    telemetry.engine_state(State.READY)
+    telemetry.intake_paused("roots_full", "free 2 MB on root a")
+    async with serving(telemetry) as get:
+        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "roots_full: free 2 MB on root a"})
+        telemetry.intake_resumed("roots_full")
+        assert (await get("/readyz"))[0] == 200
 
 
 async def test_the_run_may_say_itself_whether_it_is_ready() -> None:

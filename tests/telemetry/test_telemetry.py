@@ -16,6 +16,7 @@ from hsx.core.invariants import INVARIANTS
 from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
 from hsx.ports import Counts
+from hsx.progress_view import summary_line
 from hsx.telemetry import LAST_ERRORS, LAST_RESTARTS, Telemetry
 
 EPOCH = "8d4b7f0e-0000-4000-8000-000000000001"
@@ -210,7 +211,7 @@ def test_gauges_show_the_present(telemetry: Telemetry) -> None:
     data = telemetry.snapshot()
     assert data["in_flight"] == {"requests": 2, "tokens": 300}
     assert data["staging"] == {"bytes": 4000}
-    assert data["roots"] == {"a": {"free_bytes": 7}}
+    assert data["roots"]["a"]["free_bytes"] == 7
 
 
 def test_a_snapshot_is_a_copy_and_plain_data(telemetry: Telemetry) -> None:
@@ -312,3 +313,29 @@ def test_every_invariant_and_state_has_its_series_from_the_start(telemetry: Tele
 
 def test_metrics_of_a_run_that_knows_nothing_yet_leave_the_unknown_out(telemetry: Telemetry) -> None:
     assert ("hsx_job_samples", "") not in samples_of(telemetry)
+
+
+def test_a_lost_root_keeps_its_reason_and_is_remembered(telemetry: Telemetry) -> None:
+    telemetry.root_space("a", 70, room=60, booked=5, speed=1.5e9, state="in_service")
+    telemetry.root_space("b", 7, room=-3, state="refusing")
+    telemetry.root_lost("a", "root_unusable", "root a: EIO")
+    telemetry.root_space("a", 0, room=0, state="lost")
+    roots = telemetry.snapshot()["roots"]
+    assert (roots["a"]["state"], roots["a"]["reason"]) == ("lost", "root a: EIO")
+    assert (roots["b"]["state"], roots["b"]["room_bytes"], roots["b"]["bytes_per_second"]) == ("refusing", 0, None)
+    assert telemetry.snapshot()["last_errors"][-1]["kind"] == "root_unusable"
+
+
+def test_a_pause_of_the_intake_is_logged_once_and_shown_until_it_is_over(
+    telemetry: Telemetry, events: list[dict[str, Any]]
+) -> None:
+    telemetry.intake_paused("roots_full", "free 2 MB on root a")
+    telemetry.intake_paused("roots_full", "free 1 MB on root a")
+    telemetry.intake_resumed("staging_full")
+    shown = telemetry.snapshot()
+    telemetry.intake_resumed("roots_full")
+    telemetry.intake_resumed("roots_full")
+    assert [event["event"] for event in events] == ["intake.paused", "intake.resumed"]
+    assert [pause["message"] for pause in shown["intake"]["pauses"]] == ["free 1 MB on root a"]
+    assert "PAUSED: free 1 MB on root a" in summary_line(shown)
+    assert telemetry.snapshot()["intake"] == {"paused": False, "pauses": []}
