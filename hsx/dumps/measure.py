@@ -76,8 +76,7 @@ def _look_at_rows(states: NDArray[np.uint16]) -> _Rows:
         crc = 0
         for start in range(chunk, end, step):
             stop = min(start + step, end)
-            for at in range(start * row_bytes, stop * row_bytes, _BLOCK_BYTES):
-                crc = cast("int", google_crc32c.extend(crc, raw[at : min(at + _BLOCK_BYTES, stop * row_bytes)]))
+            # numpy first: it meets the page faults and the slow memory, without the interpreter lock.
             positive = signed[start:stop].max(axis=-1).view(np.uint16)
             largest = np.maximum(positive & _MAGNITUDE, states[start:stop].max(axis=-1) & _MAGNITUDE)
             bad = largest >= _INFINITE
@@ -88,6 +87,8 @@ def _look_at_rows(states: NDArray[np.uint16]) -> _Rows:
             if empty.any():
                 found.zeros += int(empty.sum())
                 found.zero_at = found.zero_at or _first(empty, start)
+            for at in range(start * row_bytes, stop * row_bytes, _BLOCK_BYTES):
+                crc = cast("int", google_crc32c.extend(crc, raw[at : min(at + _BLOCK_BYTES, stop * row_bytes)]))
         found.crcs.append(crc)
     return found
 
