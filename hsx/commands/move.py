@@ -21,7 +21,7 @@ from hsx.move import Mover, MoveReport, MoveSettings, sweep_copies
 from hsx.progress_view import duration
 from hsx.stores.draining import begin_draining, end_draining, is_draining
 from hsx.stores.durable import root_error
-from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run
+from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
 from hsx.stores.ledger_move import MoveLedger
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import attach_roots
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         plan = _plan(loaded, store, args)
         if args.cancel:
             return _cancel(plan, store, as_json=args.json)
+        require_unsealed(store)
         if args.dry_run:
             return _forecast(plan, store, moving.tally(), as_json=args.json)
         report = _drain(plan, moving)
@@ -164,7 +165,9 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
     with ExitStack() as held:
         with homes.held():  # a run that starts or commits now is waited for: it looks at roots and partial copies, too
             held.enter_context(locked(loaded.state_dir / MOVE_LOCK, f"moving shards of job {loaded.config.job.name}"))
-            info, _ = attach_roots(open_store(loaded.store), plan.paths)
+            store = open_store(loaded.store)
+            require_unsealed(store)  # asked again: nobody can seal it from here on
+            info, _ = attach_roots(store, plan.paths)
             begin_draining(info.folder(plan.source), plan.source)
         stop = held.enter_context(_asked_to_stop())
         mover = Mover(

@@ -180,3 +180,13 @@ def test_another_jobs_ledger_is_refused(left: LeftJob, tmp_path: Path, capsys: p
     code, _, said = call(capsys, "move", left.file, "a")
     assert code == ExitCode.REFUSED
     assert "[job_changed]" in said
+
+
+def test_a_sealed_store_is_not_moved(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "seal", left.file, "--partial")[0] == ExitCode.DONE
+    code, _, said = call(capsys, "move", left.file, "a")
+    assert code == ExitCode.REFUSED
+    assert "[store_sealed]" in said
+    assert not is_draining(left.shard(0).parent)
+    assert call(capsys, "seal", left.file, "--undo")[0] == ExitCode.DONE
+    assert call(capsys, "move", left.file, "a")[1]["moved"] == 3
