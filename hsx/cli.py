@@ -135,7 +135,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="only what was committed since: 12h, 3d, an ISO time, or `last`, the last sound one",
     )
     verify.add_argument("--resume", action="store_true", help="go on with a verification that was cut short")
-    verify.add_argument("--cold", action="store_true", help="read from the disks, not from the kernel's cache")
+    verify.add_argument(
+        "--cold",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read from the disks, not from the kernel's cache (default)",
+    )
     verify.add_argument("--threads", type=_count, default=2, metavar="N", help="reading threads of each root (default: 2)")
     seal = commands.add_parser(
         "seal", parents=[job, json, verbose], help="prove a finished store, list its checksums, and let nothing change it"

@@ -164,7 +164,7 @@ def verify(
     watch: Callable[[Reading], None] | None = None,
     on_damage: Callable[[Damage], None] | None = None,
     since: float | None = None,
-    cold: bool = False,
+    cold: bool = True,
     state: VerifyState | None = None,
 ) -> VerifyReport:
     """Verifies a store.
@@ -181,7 +181,7 @@ def verify(
         watch: called with more, at the same times.
         on_damage: called with each damage, those that the report does not list included, from this thread.
         since: only samples that were committed after this, in Unix seconds. Needs a ledger's reader.
-        cold: read from the disks and not from the kernel's cache.
+        cold: read from the disks and not from the kernel's cache, which proves nothing of them.
         state: where proved samples are noted, and which were proved before.
 
     Raises:

@@ -35,8 +35,11 @@ class ContentJudge:
         self._constant = set(range(states))
         self._first: NDArray[np.uint16] | None = None
 
-    def add(self, rows: NDArray[np.uint16]) -> None:
-        """The next tokens: bf16 bits [tokens, L, H], at least one; not kept."""
+    def add(self, rows: NDArray[np.uint16]) -> tuple[int, ...]:
+        """The next tokens: bf16 bits [tokens, L, H], whole inner chunks but for the last ones; not kept.
+
+        Returns the crc32c of the rows of each inner chunk.
+        """
         found = measure(rows, _NO_IDS, _NO_IDS)
         row_bytes = rows[0].nbytes
         for number, crc in enumerate(found.crcs):
@@ -55,6 +58,7 @@ class ContentJudge:
             if not np.array_equal(rows[-1, state], first) or not bool((rows[:, state] == first).all()):
                 self._constant.discard(state)
         self._tokens += len(rows)
+        return found.crcs
 
     @property
     def payload(self) -> int:

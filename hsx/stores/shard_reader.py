@@ -19,6 +19,7 @@ from hsx.core.shard_record import decode
 from hsx.errors import RunError
 from hsx.stores.checksum import crc32c, crc32c_bytes
 from hsx.stores.codec import make_codec
+from hsx.stores.direct_file import DirectFile
 from hsx.stores.page_cache import WORTH_WHILE, CachedFile
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class ShardFile:
         self._scratch = np.empty(0, np.uint8)
         self._crc = np.empty(CRC_BYTES, np.uint8)
         self._cached: CachedFile | None = None
+        self._direct: DirectFile | None = None
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -111,6 +113,9 @@ class ShardFile:
         if self._cached is not None:
             self._cached.close()
             self._cached = None
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -143,6 +148,41 @@ class ShardFile:
         """All tokens, as `read`, and the crc32c of the payload, as in the writer's receipt; 0 without `check`."""
         return self._read(0, self._tokens, out)
 
+    def read_unproved(self, start: int, out: NDArray[np.uint16], *, direct: bool = False) -> list[int]:
+        """Reads whole inner chunks from token `start` on, for a caller who takes the checksums of what it looks at anyhow.
+
+        Args:
+            start: a multiple of `chunk_tokens`.
+            out: C-contiguous uint16 [tokens, L, H], tokens being a multiple of `chunk_tokens`; filled.
+            direct: from the device, past the page cache, where shard, file system and `out` (page-aligned) allow it.
+
+        Returns:
+            The recorded crc32c of each chunk, for `prove`. Raises ShardError, and ValueError for a store with a codec.
+        """
+        layout = self._layout
+        if self._codec is not None or start % layout.chunk_tokens or len(out) % layout.chunk_tokens:
+            raise ValueError(
+                f"{len(out)} tokens from {start} are asked for, codec {layout.codec}; expected whole chunks of "
+                f"{layout.chunk_tokens} tokens without a codec"
+            )
+        places = self._entries[start // layout.chunk_tokens :][: len(out) // layout.chunk_tokens, 0].tolist()
+        chunks = out.reshape(len(places), -1).view(np.uint8)
+        if direct:
+            if self._direct is None:
+                self._direct = DirectFile(self._path, layout)
+            if (recorded := self._direct.read(places, chunks)) is not None:
+                return recorded
+        recorded = []
+        for place, rows in zip(places, chunks, strict=True):
+            self._fill([rows, self._crc], place)
+            recorded.append(int(self._crc.view("<u4")[0]))
+        return recorded
+
+    def prove(self, chunk: int, crc: int, recorded: int) -> None:
+        """Raises ShardError `chunk` where the crc32c of an inner chunk is not the recorded one."""
+        if crc != recorded:
+            raise self._error("chunk", f"chunk {chunk} has crc32c {crc:08x}; expected {recorded:08x}")
+
     def _read(self, start: int, stop: int, out: NDArray[np.uint16] | None) -> tuple[NDArray[np.uint16], int]:
         layout = self._layout
         if not 0 <= start <= stop <= self._tokens:
@@ -154,6 +194,9 @@ class ShardFile:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected C-contiguous uint16 {shape}")
         flat = out.reshape(-1).view(np.uint8)
         self._whole = (start, stop) == (0, self._tokens)
+        if self._cached is not None and stop > start:
+            first, last = self._entries[[start // layout.chunk_tokens, layout.chunks(stop) - 1]].tolist()
+            self._cached.expect(first[0], sum(last) - first[0])
         payload = 0
         for chunk in range(start // layout.chunk_tokens, layout.chunks(stop) if stop > start else 0):
             first = chunk * layout.chunk_tokens
@@ -207,9 +250,7 @@ class ShardFile:
         return crc32c(rows, payload) if self._whole else 0
 
     def _compare(self, chunk: int, crc: int) -> None:
-        recorded = int(self._crc.view("<u4")[0])
-        if crc != recorded:
-            raise self._error("chunk", f"chunk {chunk} has crc32c {crc:08x}; expected {recorded:08x}")
+        self.prove(chunk, crc, int(self._crc.view("<u4")[0]))
 
     def _check_padding(self, chunk: int, high: int, tail: NDArray[np.uint8]) -> None:
         """Checks the fill in `tail`, what follows row `high` of a chunk."""
