@@ -8,7 +8,7 @@ import os
 import shlex
 import socket
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from hsx.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from hsx.config_load import LoadedConfig
 
 _SHOWN: Final = 300
 JOB_LOCK: Final = "job.lock"
@@ -94,6 +96,17 @@ class Homes:
             yield
         finally:
             give()
+
+
+@contextmanager
+def at_rest(loaded: LoadedConfig) -> Iterator[None]:
+    """Keeps every other hsx off a job, its store and its roots. Raises RunError `job_locked`, naming who has them."""
+    with ExitStack() as held:
+        held.enter_context(locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"))
+        held.enter_context(locked(store_lock(loaded.store), f"store {loaded.store}", "store_unwritable"))
+        held.enter_context(locked(loaded.state_dir / MOVE_LOCK, f"hsx move of job {loaded.config.job.name}"))
+        held.enter_context(Homes(loaded.state_dir).held())
+        yield
 
 
 def _take(path: Path, what: str, kind: str) -> int:

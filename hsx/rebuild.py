@@ -16,24 +16,21 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
-import threading
-import time
-from array import array
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.census import Shard, census
 from hsx.core.epoch import RECORD_NAME
 from hsx.core.fingerprint import changes
-from hsx.core.layout import shard_key
-from hsx.core.marker import parse, prefix
+from hsx.core.marker import prefix
 from hsx.datasets import open_dataset
 from hsx.errors import RunError
 from hsx.index import recorded_bad_rows
 from hsx.model_config import read_model_shape
 from hsx.prepare import fingerprint
-from hsx.repair import LISTED, Tidied, present_roots, tidy
+from hsx.repair import LISTED, present_roots
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import StoreInfo, forget_roots, open_store, record_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger, create, new_run
@@ -41,22 +38,17 @@ from hsx.stores.ledger_backup import BACKUP_NAME, backed_up, backup
 from hsx.stores.ledger_merge import REBUILT_FROM, Found, Merge
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, translated
-from hsx.stores.reader import Store
-from hsx.stores.shard_reader import ShardError, read_record
 from hsx.stores.tokens import TokenTable
-from hsx.stores.view import visible
-from hsx.verify import Damage, Reading
-from hsx.verify_readers import RootReaders
-from hsx.verify_shard import Expected, ShardProver
+from hsx.tidy import Tidied, tidy
+from hsx.verify import Damage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hsx.config_load import LoadedConfig
+    from hsx.verify import Reading
 
-THREADS: Final = 2
-"""Reading threads of each root."""
 BATCH: Final = 1000
 _DRAFT: Final = "ledger.rebuild"
 _BESIDE: Final = ("-wal", "-shm", "-journal")
@@ -87,7 +79,7 @@ class RebuildReport:
         superseded: proved shards of older attempts, or of attempts that the copy knows to be revoked.
         missing: samples that the copy has as committed, and no sound shard was found of: they are pending.
         epochs: lives of servers that are in the new ledger.
-        partials, relinked, strays, untidy: see `hsx.repair.Tidied`.
+        partials, relinked, strays, untidy: see `hsx.tidy.Tidied`.
         not_copied: roots that could not take a copy of the new ledger, and why.
     """
 
@@ -121,19 +113,8 @@ class RebuildReport:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """One shard that was read: what it is, or which damage keeps it from being taken."""
-
-    index: int
-    nbytes: int
-    found: Found | None
-    kind: str = ""
-    message: str = ""
-
-
 def rebuild(loaded: LoadedConfig, *, lost: Sequence[str] = (), watch: Callable[[Reading], None] | None = None) -> RebuildReport:
-    """Builds the ledger of a job again. Blocks; the caller holds `hsx.repair.at_rest`. Killed at any time, it is called again.
+    """Builds the ledger of a job again. Blocks; the caller holds `hsx.locks.at_rest`. Killed at any time, it is called again.
 
     Args:
         loaded: the job file.
@@ -259,7 +240,7 @@ def _build(loaded: LoadedConfig, store: StoreInfo, watch: Callable[[Reading], No
         db.execute("BEGIN IMMEDIATE")
         merge = Merge(db)
         batch: list[Found] = []
-        for shard in _shards(store, draft, watch):
+        for shard in census(store, draft, watch):
             report.shards, report.nbytes = report.shards + 1, report.nbytes + shard.nbytes
             if shard.found is None:
                 _refuse(shard, samples, report)
@@ -276,7 +257,7 @@ def _build(loaded: LoadedConfig, store: StoreInfo, watch: Callable[[Reading], No
     return report
 
 
-def _refuse(shard: _Shard, samples: TokenTable, report: RebuildReport) -> None:
+def _refuse(shard: Shard, samples: TokenTable, report: RebuildReport) -> None:
     report.refused += 1
     if len(report.refusals) < LISTED:
         sample_id = samples.sample_id(shard.index) if shard.index < samples.count else ""
@@ -333,74 +314,6 @@ def _judged(path: Path, samples: TokenTable) -> float:
     if count != samples.count:
         raise RunError("ledger_failed", f"copy {path} of the ledger has {count} samples; expected {samples.count}")
     return at
-
-
-def _shards(store: StoreInfo, draft: Path, watch: Callable[[Reading], None] | None) -> Iterator[_Shard]:
-    """Reads every shard on every root, each root's with threads of its own."""
-    work = {name: array("q", visible(store.folder(name)).tobytes()) for name in store.roots}
-    total = sum(map(len, work.values()))
-    began = time.monotonic()
-    done = nbytes = refused = 0
-    with LedgerReader(draft) as history:
-        judge = _Judge(Store(store.path), history)
-        for shard in RootReaders(judge.judge, THREADS).run(work):
-            done, nbytes, refused = done + 1, nbytes + shard.nbytes, refused + (shard.found is None)
-            if watch is not None:
-                watch(Reading(done, total, nbytes, nbytes * total // done, refused, time.monotonic() - began))
-            yield shard
-
-
-class _Judge:
-    """Reads a shard and says what it is; in reading threads.
-
-    Args:
-        store: the store.
-        history: what a copy of the ledger says; where shards have no records, it alone tells which attempt a shard is of.
-    """
-
-    def __init__(self, store: Store, history: LedgerReader) -> None:
-        self._store = store
-        self._history = history
-        self._asking = threading.Lock()
-        self._prover = ShardProver(store)
-
-    def judge(self, root: str, index: int) -> _Shard:
-        """One shard."""
-        info = self._store.info
-        path = info.folder(root) / shard_key(index)
-        if index >= len(self._store):
-            return _Shard(index, 0, None, "record", f"shard {path} is of a sample beyond the {len(self._store)} of the store")
-        try:
-            found = self._by_record(root, index, path) if info.layout.records else self._by_history(root, index, path)
-            status = path.stat()
-        except ShardError as error:
-            return _Shard(index, 0, None, error.problem, error.message)
-        except OSError as error:
-            return _Shard(index, 0, None, "unreadable", f"shard {path}: {error.strerror}")
-        tokens = self._store.tokens(index)
-        proof = self._prover.prove(Expected(index, tokens, root, path, status.st_size, found.crc32c, found.marker))
-        if proof.findings:
-            return _Shard(index, proof.nbytes, None, proof.findings[0].kind, proof.findings[0].message)
-        return _Shard(index, proof.nbytes, replace(found, nbytes=status.st_size, written=status.st_mtime))
-
-    def _by_record(self, root: str, index: int, path: Path) -> Found:
-        record = read_record(path, self._store.info.layout)
-        return _found(record.marker, index, root, record.epoch, record.sequence, record.crc32c, path)
-
-    def _by_history(self, root: str, index: int, path: Path) -> Found:
-        with self._asking:
-            row = self._history.row(index)
-        if row is None:
-            raise ShardError("record", path, "has no record, and the copy of the ledger has no commit of the sample")
-        return _found(row.marker, index, root, row.epoch, row.sequence, row.crc32c, path)
-
-
-def _found(marker: str, index: int, root: str, epoch: str, sequence: int, crc32c: int, path: Path) -> Found:
-    """What a shard says; its size and time are still to come. Raises ShardError `record`."""
-    name = parse(marker)
-    if name is None or name.canary:
-        raise ShardError("record", path, f"is of {marker}; expected a sample's marker")
-    return Found(index, root, name.attempt, marker, epoch, sequence, 0, crc32c, 0.0)
 
 
 def _servers(dump_dir: Path) -> list[tuple[str, float, str]]:

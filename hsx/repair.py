@@ -14,25 +14,24 @@ import asyncio
 import errno
 import json
 import os
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
-from hsx.locks import JOB_LOCK, MOVE_LOCK, Homes, locked, store_lock
 from hsx.stores.durable import root_error
 from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import ShardRoot, attach_roots, discard_strays, identify
+from hsx.stores.root import ShardRoot, attach_roots, identify
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView
+from hsx.tidy import tidy
 from hsx.verify import OF_SHARDS, Damage, Reading, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hsx.config_load import LoadedConfig
@@ -98,17 +97,6 @@ class RepairReport:
         return asdict(self)
 
 
-@contextmanager
-def at_rest(loaded: LoadedConfig) -> Iterator[None]:
-    """Keeps every other hsx off a job, its store and its roots. Raises RunError `job_locked`, naming who has them."""
-    with ExitStack() as held:
-        held.enter_context(locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"))
-        held.enter_context(locked(store_lock(loaded.store), f"store {loaded.store}", "store_unwritable"))
-        held.enter_context(locked(loaded.state_dir / MOVE_LOCK, f"hsx move of job {loaded.config.job.name}"))
-        held.enter_context(Homes(loaded.state_dir).held())
-        yield
-
-
 def repair(
     loaded: LoadedConfig,
     *,
@@ -117,7 +105,7 @@ def repair(
     report: Path | None = None,
     watch: Callable[[Reading], None] | None = None,
 ) -> RepairReport:
-    """Verifies a store, and mends what can be mended. Blocks; the caller holds `at_rest`.
+    """Verifies a store, and mends what can be mended. Blocks; the caller holds `hsx.locks.at_rest`.
 
     Args:
         loaded: the job file.
@@ -308,44 +296,6 @@ class _Hands:
         except RunError:
             return False
         return True
-
-
-@dataclass(slots=True)
-class Tidied:
-    """What `tidy` did.
-
-    Attributes:
-        partials: files of writers that were cut short, which were removed.
-        relinked: links of the union view that were made or removed.
-        strays: shards that were removed, as their samples are committed elsewhere, or were taken back.
-        untidy: roots on which something has to stay for now, and why.
-    """
-
-    partials: int = 0
-    relinked: int = 0
-    strays: int = 0
-    untidy: dict[str, str] = field(default_factory=dict)
-
-
-def tidy(store: StoreInfo, ledger: SqliteLedger) -> Tidied:
-    """Removes what writers left, and makes the view follow the ledger: as every run does when it starts.
-
-    Raises RunError `store_unwritable`, `store_invalid`. A root that takes no writes is told of; what stays there does no harm.
-    """
-    done = Tidied(relinked=UnionView(store).repair(ledger.committed_roots()))
-    roots = [ShardRoot(name, store.folder(name), store) for name in store.roots]
-    for root in roots:
-        try:
-            done.partials += root.sweep()
-        except RunError as error:
-            done.untidy[root.name] = error.message
-    try:
-        done.strays = discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
-    except RunError as error:
-        if error.kind != "root_unusable":
-            raise
-        done.untidy.setdefault("", error.message)
-    return done
 
 
 class _Mending:

@@ -13,8 +13,9 @@ from hsx.commands.reading_view import ReadingView
 from hsx.config_load import LoadedConfig, load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.locks import at_rest
 from hsx.rebuild import RebuildReport, rebuild
-from hsx.repair import RepairReport, at_rest, repair
+from hsx.repair import RepairReport, repair
 from hsx.stores.ledger_schema import FILE_NAME
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hsx.errors import RunError
-from hsx.repair import at_rest, repair
+from hsx.locks import at_rest
+from hsx.repair import repair
 from hsx.stores.group import open_store
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.testing.kept_job import SAMPLES, KeptJob, keep_job

@@ -17,9 +17,10 @@ from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker, parse
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.locks import at_rest
 from hsx.prepare import prepare
 from hsx.rebuild import RebuildReport, rebuild
-from hsx.repair import at_rest, repair
+from hsx.repair import repair
 from hsx.stores.group import open_store, record_run
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_backup import BACKUP_NAME
@@ -380,3 +381,15 @@ def test_a_sealed_store_is_not_touched(job: KeptJob) -> None:
         with at_rest(job.loaded), pytest.raises(RunError, match="is sealed") as caught:
             work(job.loaded)
         assert caught.value.kind == "store_sealed"
+
+
+def test_a_rebuild_that_was_cut_short_before_it_had_a_ledger_begins_again(job: KeptJob) -> None:
+    job.ledger.rename(job.ledger.with_name("ledger.sqlite.broken-20260101T000000Z"))
+    for left in ("ledger.rebuild", "ledger.rebuild-wal", "ledger.rebuild-journal", "ledger.new", "ledger.sqlite-wal"):
+        (job.loaded.state_dir / left).write_bytes(b"left by the one that was killed")
+    report = rebuilt(job)
+    assert report.committed == SAMPLES
+    assert job.extract() == []
+    assert whole(job)
+    names = [path.name for path in job.loaded.state_dir.iterdir()]
+    assert not [name for name in names if name.startswith(("ledger.rebuild", "ledger.new"))]

@@ -14,8 +14,8 @@ from hsx.cli import main
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
-from hsx.locks import JOB_LOCK, MOVE_LOCK, locked, store_lock
-from hsx.repair import RELINKED, at_rest, data_lost, repair
+from hsx.locks import JOB_LOCK, MOVE_LOCK, at_rest, locked, store_lock
+from hsx.repair import RELINKED, data_lost, repair
 from hsx.stores.group import open_store
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader

@@ -10,8 +10,9 @@ import pytest
 
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
+from hsx.locks import at_rest
 from hsx.rebuild import rebuild
-from hsx.repair import at_rest, repair
+from hsx.repair import repair
 from hsx.stores.group import open_store
 from hsx.stores.ledger_backup import BACKUP_NAME
 from hsx.testing.tiny_job import TinyJob, make_job
