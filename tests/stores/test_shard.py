@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hsx.core.layout import StoreLayout, shard_key
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
+from hsx.dumps.measure import measure
 from hsx.stores.checksum import crc32c
 from hsx.stores.shard import ShardWriter
 from hsx.stores.shard_reader import ShardError, ShardFile
@@ -189,3 +191,23 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is of 6 tokens; its payload has 6 rows and 5 ids"):
         shards.write(payload(Marker("deadbeef", 1, 1, 6), bits(6), np.arange(5, dtype=np.int32)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_that_change_after_they_were_judged_contradict_their_shard(tmp_path: Path) -> None:
+    states = bits(130)
+    judged = replace(of(states), crcs=measure(states, of(states).input_ids, of(states).input_ids).crcs)
+    states[70, 1, 3] ^= 0x100
+    writer(tmp_path).write(judged)
+    kind, message = problem(tmp_path / shard_key(1))
+    assert kind == "chunk"
+    assert "chunk 1 has crc32c" in message
+
+
+def test_checksums_of_other_chunks_are_not_taken(tmp_path: Path) -> None:
+    layout = StoreLayout(4, 200, 2, 32, chunk_tokens=16)
+    states = bits(130)
+    payload_of_64 = replace(of(states), crcs=measure(states, of(states).input_ids, of(states).input_ids).crcs)
+    receipt = writer(tmp_path, layout).write(payload_of_64)
+    with ShardFile(tmp_path / shard_key(1), layout, 130) as shard:
+        assert np.array_equal(shard.read_all()[0], states)
+    assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
