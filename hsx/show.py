@@ -9,7 +9,6 @@ import numpy as np
 
 from hsx.errors import RunError
 from hsx.stores.reader import Store
-from hsx.stores.view import UnionView
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -90,7 +89,7 @@ def show(store_path: str | PathLike[str], key: int | str, row: CommittedRow | No
     index = find(store, key)
     ids = store.input_ids_numpy(index).tolist()
     committed = index in store
-    shard = UnionView(store.info).target(index) if committed else None
+    shard = store.shard_path(index) if committed else None
     norms = row_norms(store.hidden_states_numpy(index)) if committed else None
     return SampleView(
         index=index,

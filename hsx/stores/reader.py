@@ -339,6 +339,12 @@ class Store:
                 raise RunError("sample_unknown", f"store {self.path} has no state {name!r}; it has {known}")
         return tuple(names)
 
+    def shard_path(self, key: SupportsIndex | str) -> Path:
+        """Where the shard of a committed sample is, links followed. Raises as `sample`, but for what reading it would find."""
+        index = self.index(key)
+        path = self._places.shard(index)
+        return (path if path.exists() else self._elsewhere(index)).resolve()
+
     def _range(self, index: int, start: int, stop: int | None) -> tuple[int, int]:
         tokens = self._table.tokens(index)
         stop = tokens if stop is None else stop
@@ -347,19 +353,19 @@ class Store:
         return start, stop
 
     def _open(self, index: int) -> ShardFile:
-        path = self._places.shard(index)
         try:
-            return self._shard(index, path)
+            return self._shard(index, self._places.shard(index))
         except ShardError as error:
             if error.problem != "missing":
                 raise
-            if not self._committed(index):
-                raise RunError("sample_unknown", f"sample {index} of store {self.path} is not committed") from None
-            root = self._sealed.root_of(index) if self._sealed is not None else None
-            elsewhere = self._places.search(index, root)
-            if elsewhere is None:
-                raise
-        return self._shard(index, elsewhere)
+        return self._shard(index, self._elsewhere(index))
+
+    def _elsewhere(self, index: int) -> Path:
+        """The place of a shard that is not where the union view says: where it was found, or else should be."""
+        if not self._committed(index):
+            raise RunError("sample_unknown", f"sample {index} of store {self.path} is not committed")
+        root = self._sealed.root_of(index) if self._sealed is not None else None
+        return self._places.search(index, root) or self._places.shard(index)
 
     def _committed(self, index: int) -> bool:
         if self._sealed is not None:

@@ -12,6 +12,7 @@ import pytest
 
 import hsx
 from hsx.errors import RunError
+from hsx.show import show
 from hsx.stores.seal import SealedArrays, write_seal
 from hsx.testing.stores import BuiltStore, build_store, random_states
 
@@ -58,6 +59,9 @@ def test_a_tree_that_was_moved_opens_by_its_path_alone(built: BuiltStore, tmp_pa
     (tmp_path / "job").rename(tmp_path / "elsewhere" / "renamed")
     store = hsx.open(tmp_path / "elsewhere" / "renamed" / "store")
     require_all(store, built)
+    view = show(tmp_path / "elsewhere" / "renamed" / "store", 1)
+    assert view.shard == str(store.roots["b"] / "c.1.0.0.0") == str(store.shard_path(1))
+    assert view.nbytes == built.rows[1].nbytes
     assert store.roots["b"] == tmp_path / "elsewhere" / "renamed" / "b" / built.info.store_id
 
 
@@ -93,6 +97,8 @@ def test_a_root_that_is_not_mounted_is_named(built: BuiltStore, tmp_path: Path) 
     store = hsx.open(built.info.path)
     assert store.committed.tolist() == [0, 1, 2, 3]
     assert store[3].tokens == 8
+    with pytest.raises(RunError, match="lies on root 'a'"):
+        store.shard_path(2)
     with pytest.raises(RunError, match=r"sample 2 of store .* lies on root 'a'") as error:
         store.sample(2)
     assert error.value.kind == "root_unusable"
