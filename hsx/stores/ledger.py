@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from hsx.core.sample import Lease, Sample
@@ -130,27 +131,23 @@ class SqliteLedger(TrustLedger):
         )
         return None if row is None else (row[0], Lease(Sample(index, row[1]), row[2], row[3]))
 
-    def revoked(self) -> set[int]:
-        """The samples that were revoked and are not committed again: a shard of theirs is not to be kept. Blocks."""
+    def revoked(self) -> Iterator[int]:
+        """The samples that were revoked and are not committed again: a shard of theirs is not to be kept. Blocks.
+
+        In no order, and one that was revoked twice comes twice; on a connection of its own.
+        """
         query = (
-            "SELECT DISTINCT samples.idx FROM revocations, json_each(revocations.samples) AS given "
+            "SELECT samples.idx FROM revocations, json_each(revocations.samples) AS given "
             "JOIN samples ON samples.idx = given.value WHERE samples.state != 'committed'"
         )
-        with translated(self._path):
-            reader = connect(self._path, read_only=True)
-            try:
-                return {index for (index,) in reader.execute(query)}
-            finally:
-                reader.close()
+        with translated(self._path), closing(connect(self._path, read_only=True)) as reader:
+            for (index,) in reader.execute(query):
+                yield index
 
     def committed_roots(self) -> Iterator[tuple[int, str]]:
         """(index, root) of every committed sample, in order. Blocks; on a connection of its own."""
-        with translated(self._path):
-            reader = connect(self._path, read_only=True)
-            try:
-                yield from reader.execute("SELECT idx, root FROM samples WHERE state = 'committed' ORDER BY idx")
-            finally:
-                reader.close()
+        with translated(self._path), closing(connect(self._path, read_only=True)) as reader:
+            yield from reader.execute("SELECT idx, root FROM samples WHERE state = 'committed' ORDER BY idx")
 
     def homes(self) -> dict[str, int]:
         """How many committed samples lie on each root. Blocks: it reads all rows, on a connection of its own."""

@@ -173,7 +173,7 @@ def discard_strays(
     for index, name in committed:
         home[index] = numbers.get(name, -1)
     doubtful = np.zeros(samples, np.bool_)
-    doubtful[list(revoked)] = True
+    doubtful[np.fromiter(revoked, np.int64)] = True
     removed = 0
     for number, root in enumerate(roots):
         here = visible(root.folder)
