@@ -141,6 +141,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=True,
         help="read from the disks, not from the kernel's cache (default)",
     )
+    verify.add_argument(
+        "--root",
+        action="append",
+        type=_root,
+        default=[],
+        metavar="NAME=PATH",
+        help="where a root is mounted now, if not where the store has it",
+    )
     verify.add_argument("--threads", type=_count, default=2, metavar="N", help="reading threads of each root (default: 2)")
     seal = commands.add_parser(
         "seal", parents=[job, json, verbose], help="prove a finished store, list its checksums, and let nothing change it"
@@ -200,6 +208,13 @@ def _fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"is {text}; expected a number above 0 and up to 1")
     return value
+
+
+def _root(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected the name of a root and its path: NAME=PATH")
+    return name, path
 
 
 def _count(text: str) -> int:

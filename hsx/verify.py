@@ -21,10 +21,10 @@ from hsx.stores.shard_reader import PROBLEMS
 from hsx.stores.view import UnionView, visible
 from hsx.verify_readers import RootReaders
 from hsx.verify_shard import Expected, Finding, Proof, ShardProver
-from hsx.verify_sources import LedgerSource, SealSource, ViewSource, rows_of
+from hsx.verify_sources import Folders, LedgerSource, SealSource, ViewSource, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
     from hsx.ports import CommittedRow
@@ -166,6 +166,7 @@ def verify(
     since: float | None = None,
     cold: bool = True,
     state: VerifyState | None = None,
+    roots: Mapping[str, str | PathLike[str]] | None = None,
 ) -> VerifyReport:
     """Verifies a store.
 
@@ -183,11 +184,13 @@ def verify(
         since: only samples that were committed after this, in Unix seconds. Needs a ledger's reader.
         cold: read from the disks and not from the kernel's cache, which proves nothing of them.
         state: where proved samples are noted, and which were proved before.
+        roots: where roots are mounted now, by name, if not where the store says.
 
     Raises:
-        RunError: `store_invalid` where there is no store to verify, or its seal is torn; damage is reported instead.
+        RunError: `store_invalid` where there is no store to verify, or its seal is torn; `root_unusable` where `roots` names
+            what is no root of it. Damage is reported instead.
     """
-    store = Store(store_path)
+    store = Store(store_path, roots=roots)
     verifier = _Verifier(store, threads, on_damage, state, cold=cold)
     began = time.monotonic()
     verifier.run(verifier.source(ledger, since), _Choice(fraction, seed), progress, watch)
@@ -225,6 +228,7 @@ class _Verifier:
         cold: bool,
     ) -> None:
         self._store = store
+        self._folders = Folders(store)
         self._view = UnionView(store.info)
         self._on_damage = on_damage
         self._state = state
@@ -238,10 +242,10 @@ class _Verifier:
     def source(self, ledger: Iterable[CommittedRow] | Rows | None, since: float | None) -> Source:
         """What the store is held against."""
         if ledger is not None:
-            return LedgerSource(self._store, rows_of(ledger), since)
+            return LedgerSource(self._folders, rows_of(ledger), since)
         if self._store.info.sealed is not None:
-            return SealSource(self._store, read_seal(self._store.info))
-        return ViewSource(self._store, self._view, self._shown)
+            return SealSource(self._store, self._folders, read_seal(self._store.info))
+        return ViewSource(self._store, self._folders, self._view, self._shown)
 
     def run(
         self,
@@ -252,7 +256,7 @@ class _Verifier:
     ) -> None:
         self._source = source
         if self.report.sealed:
-            for fault in manifest_faults(self._store.info):
+            for fault in manifest_faults(self._store.info, self._folders.all()):
                 self._damage(None, "manifest", fault)
         on_roots = {name: self._list(name) for name in self._store.info.roots} if source.whole else {}
         work = self._survey(choice)
@@ -290,7 +294,7 @@ class _Verifier:
                 continue
             of_root = work.setdefault(expected.root, _Work())
             of_root.committed.append(expected.index)
-            if self._source.linked and self._view.target(expected.index) != expected.path:
+            if self._source.linked and not self._linked(expected):
                 self._links.append(expected.index)
             proved = self._state is not None and self._state.proved(expected)
             if choice(number, expected.index) and not proved:
@@ -386,7 +390,12 @@ class _Verifier:
     def _wrong(self, index: int) -> Expected | None:
         """What the link should point to, where it points elsewhere."""
         expected = self._source.now(index)
-        return expected if expected is not None and self._view.target(index) != expected.path else None
+        return expected if expected is not None and not self._linked(expected) else None
+
+    def _linked(self, expected: Expected) -> bool:
+        """Whether the view shows a shard where it is, or where it was when the link was made."""
+        recorded = self._store.info.folder(expected.root) / expected.path.name
+        return self._view.target(expected.index) in (expected.path, recorded)
 
     def _uncommitted(self, index: int) -> bool:
         """Whether the view shows a sample that is not committed."""
@@ -395,7 +404,7 @@ class _Verifier:
 
     def _list(self, root: str) -> np.typing.NDArray[np.int64]:
         try:
-            return visible(self._store.info.folder(root))
+            return visible(self._folders.of(root))
         except RunError as error:
             self._damage(None, "root", f"root {root}: {error.message}")
             return np.empty(0, np.int64)

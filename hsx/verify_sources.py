@@ -9,7 +9,8 @@ from hsx.core.layout import shard_key
 from hsx.verify_shard import Expected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -31,6 +32,27 @@ class Rows(Protocol):
     def row(self, index: int) -> CommittedRow | None:
         """One sample as it is committed now; None where it is not."""
         ...
+
+
+class Folders:
+    """Where the shards of each root lie now, which may be elsewhere than when the store was written.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._info = store.info
+        found = store.roots
+        self._folders = {name: found.get(name, store.info.folder(name)) for name in store.info.roots}
+
+    def of(self, root: str) -> Path:
+        """The folder of a root; the store's own for a root that the store does not know, where no shard is found."""
+        return self._folders.get(root, self._info.path)
+
+    def all(self) -> Mapping[str, Path]:
+        """The folder of each root, by its name."""
+        return self._folders
 
 
 class Source(Protocol):
@@ -77,8 +99,8 @@ class GivenRows:
 class LedgerSource:
     """The ledger. Each row is asked for again when its shard's turn comes, hours later perhaps."""
 
-    def __init__(self, store: Store, rows: Rows, since: float | None) -> None:
-        self._store = store
+    def __init__(self, folders: Folders, rows: Rows, since: float | None) -> None:
+        self._folders = folders
         self._rows = rows
         self._since = since
         self._lock = threading.Lock()
@@ -97,8 +119,7 @@ class LedgerSource:
         return None if row is None else self._expect(row)
 
     def _expect(self, row: CommittedRow) -> Expected:
-        info = self._store.info
-        path = (info.folder(row.root) if row.root in info.roots else info.path) / shard_key(row.index)
+        path = self._folders.of(row.root) / shard_key(row.index)
         return Expected(row.index, row.tokens, row.root, path, row.nbytes, row.crc32c, row.marker)
 
 
@@ -108,8 +129,9 @@ class SealSource:
     whole = linked = True
     changing = False
 
-    def __init__(self, store: Store, arrays: SealedArrays) -> None:
+    def __init__(self, store: Store, folders: Folders, arrays: SealedArrays) -> None:
         self._store = store
+        self._folders = folders
         self._arrays = arrays
 
     def expected(self) -> Iterator[Expected]:
@@ -121,7 +143,7 @@ class SealSource:
         root = self._arrays.root_of(index)
         if root is None:
             return None
-        path = self._store.info.folder(root) / shard_key(index)
+        path = self._folders.of(root) / shard_key(index)
         return Expected(index, self._store.tokens(index), root, path, crc32c=int(self._arrays.crc32c[index]))
 
 
@@ -130,10 +152,11 @@ class ViewSource:
 
     whole = linked = changing = False
 
-    def __init__(self, store: Store, view: UnionView, shown: NDArray[np.int64]) -> None:
+    def __init__(self, store: Store, folders: Folders, view: UnionView, shown: NDArray[np.int64]) -> None:
         self._store = store
         self._view = view
         self._shown = shown
+        self._folders = folders
         self._roots = {store.info.folder(name): name for name in store.info.roots}
 
     def expected(self) -> Iterator[Expected]:
@@ -148,4 +171,5 @@ class ViewSource:
     def _expect(self, index: int) -> Expected:
         path = self._view.target(index) or self._view.path(index)
         tokens = self._store.tokens(index) if index < len(self._store) else 0
-        return Expected(index, tokens, self._roots.get(path.parent, ""), path)
+        root = self._roots.get(path.parent)
+        return Expected(index, tokens, root or "", path if root is None else self._folders.of(root) / path.name)

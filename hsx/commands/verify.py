@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_store(args: argparse.Namespace) -> tuple[Path, VerifyReport]:
     info = open_store(Path(args.store))
-    return info.path, _verify(args, info, None, state_beside(info.path))
+    return info.path, _verify(args, info, None, state_beside(info.path), dict(args.root))
 
 
 def _of_job(args: argparse.Namespace) -> tuple[Path, VerifyReport]:
@@ -72,7 +72,7 @@ def _of_job(args: argparse.Namespace) -> tuple[Path, VerifyReport]:
     with LedgerReader(path) as reader:
         info = open_store(loaded.store)
         require_run(info, reader.run, path)
-        return loaded.store, _verify(args, info, reader, loaded.state_dir / STATE_NAME)
+        return loaded.store, _verify(args, info, reader, loaded.state_dir / STATE_NAME, dict(args.root))
 
 
 @contextmanager
@@ -95,7 +95,9 @@ def _state(args: argparse.Namespace, path: Path, info: StoreInfo) -> Iterator[Ve
         yield state
 
 
-def _verify(args: argparse.Namespace, info: StoreInfo, reader: LedgerReader | None, path: Path) -> VerifyReport:
+def _verify(
+    args: argparse.Namespace, info: StoreInfo, reader: LedgerReader | None, path: Path, roots: dict[str, str]
+) -> VerifyReport:
     after = None
     if args.since is not None:
         after = since(args.since, time.time(), read_past(path, info.store_id).sound_until)
@@ -108,6 +110,7 @@ def _verify(args: argparse.Namespace, info: StoreInfo, reader: LedgerReader | No
             threads=args.threads,
             since=after,
             cold=args.cold,
+            roots=roots,
             state=state,
             watch=ReadingView(sys.stderr),
         )

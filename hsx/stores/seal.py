@@ -156,10 +156,17 @@ def read_seal(info: StoreInfo) -> SealedArrays:
     return SealedArrays(names, values["root"], values["crc32c"], values["committed"])
 
 
-def manifest_faults(info: StoreInfo) -> list[str]:
+def manifest_faults(info: StoreInfo, folders: Mapping[str, Path] | None = None) -> list[str]:
     """What of a sealed store's metadata and tokens is not as the manifest says, one sentence each. Reads all of them.
 
-    Files of roots that cannot be reached are faults. Raises RunError `store_invalid` where there is no manifest to be read.
+    Files of roots that cannot be reached are faults.
+
+    Args:
+        info: the store.
+        folders: the store's folder on each root, by the root's name; default: where the store says.
+
+    Raises:
+        RunError: `store_invalid` where there is no manifest to be read.
     """
     try:
         manifest = json.loads((info.path / MANIFEST).read_bytes())
@@ -172,7 +179,7 @@ def manifest_faults(info: StoreInfo) -> list[str]:
         return [f"{info.path / MANIFEST} is of {identity}; expected {(FORMAT, info.store_id)}"]
     wanted = {info.path / name: digest for name, digest in files.items()}
     for root, of_root in roots.items():
-        folder = info.folder(root) if root in info.roots else Path(root)
+        folder = (folders or {}).get(root) or (info.folder(root) if root in info.roots else Path(root))
         wanted |= {folder / name: digest for name, digest in of_root.items()}
     faults = []
     for path, digest in wanted.items():

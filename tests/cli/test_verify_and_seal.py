@@ -191,6 +191,22 @@ def test_a_finished_job_is_sealed_and_verified_without_its_ledger(done: LeftJob,
     assert "sealed" in capsys.readouterr().out
 
 
+def test_a_sealed_store_is_verified_wherever_its_roots_are(
+    done: LeftJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["seal", done.file]) == ExitCode.DONE
+    done.loaded.roots[0].path.rename(tmp_path / "elsewhere")
+    store = str(done.loaded.store)
+    lost = {damage["kind"] for damage in report(capsys, "verify", "--store", store)["damage"]}
+    assert lost == {"root", "missing", "manifest"}
+    found = report(capsys, "verify", "--store", store, "--root", f"a={tmp_path / 'elsewhere'}")
+    assert (found["ok"], found["read"]) == (True, 3)
+    assert report(capsys, "verify", done.file, "--root", f"a={tmp_path / 'elsewhere'}")["ok"] is True
+    assert "[root_unusable] root 'b' is given" in error(capsys, "verify", "--store", store, "--root", f"b={tmp_path}")
+    with pytest.raises(SystemExit):
+        main(["verify", "--store", store, "--root", "elsewhere"])
+
+
 @pytest.mark.parametrize("arguments", [["run"], ["quarantine", "requeue", "--all"]])
 def test_a_sealed_job_is_refused(done: LeftJob, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["seal", done.file]) == ExitCode.DONE
