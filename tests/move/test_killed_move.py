@@ -72,6 +72,13 @@ def test_a_run_that_starts_puts_it_in_order(bench: MoveBench, step: str) -> None
     bench.in_order()
 
 
+@pytest.mark.parametrize("step", ["named", "shown", "switched", "committed"])
+def test_a_move_that_is_stopped_at_once_has_cleared_up(bench: MoveBench, step: str) -> None:
+    kill_at(bench, step, 1)
+    assert bench.move("a", stopped=lambda: True).stopped
+    bench.in_order()
+
+
 @pytest.mark.parametrize("step", ["shown", "committed"])
 def test_a_move_to_another_root_goes_on_as_well(bench: MoveBench, step: str) -> None:
     kill_at(bench, step, 1)
