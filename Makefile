@@ -68,6 +68,7 @@ bench: setup  ## benchmarks, as ratios measured in one run; results in build/ben
 
 bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json
 	$(BIN)/python scripts/bench_storage.py
+	$(BIN)/python scripts/bench_commits.py
 
 docs: setup  ## regenerates the generated pages, and builds docs/ into build/site
 	$(BIN)/python scripts/generate_docs.py

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from hsx.core.layout import StoreLayout
 
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 64 << 20
+"""What one call writes: the disk is kept busy as long as one call lasts, also while the processor is wanted elsewhere."""
+COPIED_BYTES: Final = 8 << 20
+"""The same where every byte passes through scratch memory."""
 BATCH_BLOCKS: Final = 256  # a few buffers a block; the kernel takes 1024 in one call
 _FILL_BYTES: Final = 1 << 20
 
@@ -44,7 +47,7 @@ class Scratch:
         # Beside the end of the block, a page for the rows of the last chunk that fill none.
         self._end = self._chunk_bytes // PAGE * PAGE if straight else 0
         rest = layout.block_bytes - self._end
-        self.blocks = min(max(BATCH_BYTES // layout.block_bytes, 1), BATCH_BLOCKS)
+        self.blocks = min(max((BATCH_BYTES if straight else COPIED_BYTES) // layout.block_bytes, 1), BATCH_BLOCKS)
         memory = np.frombuffer(mmap.mmap(-1, self.blocks * rest + PAGE + layout.tail_bytes), np.uint8)
         self._rests = memory[: self.blocks * rest].reshape(self.blocks, rest)
         self._edge = memory[self.blocks * rest : self.blocks * rest + PAGE]

@@ -21,6 +21,7 @@ from hsx.stores.checksum import crc32c, crc32c_bytes
 from hsx.stores.codec import make_codec
 from hsx.stores.direct_file import DirectFile
 from hsx.stores.page_cache import WORTH_WHILE, CachedFile
+from hsx.stores.scratch import extend_with_fill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +62,8 @@ class ShardFile:
         owner: the store's uuid and the sample that the shard has to belong to by its own record; None: whoever's it is. Stores
             whose shards have no records (`layout.records`) are not asked.
         cached: read through the page cache's own memory, which is faster where the shard is there already; otherwise with
-            `preadv`.
+            `preadv`. The fill behind the last row is then not read where the checksum is that of the rows and of fill: it
+            proves the rows, and says nothing of fill that changed on the disk.
 
     Raises:
         ShardError: the file is missing or unreadable, its index is wrong, or it is somebody else's.
@@ -84,6 +86,7 @@ class ShardFile:
         self._layout = layout
         self._tokens = tokens
         self._check = check
+        self._skips_fill = cached
         self._scratch = np.empty(0, np.uint8)
         self._crc = np.empty(CRC_BYTES, np.uint8)
         self._cached: CachedFile | None = None
@@ -214,9 +217,16 @@ class ShardFile:
         layout = self._layout
         offset = int(self._entries[chunk, 0])
         before, after = low * layout.token_bytes, (layout.chunk_tokens - high) * layout.token_bytes
+        first_fill = self._tokens - chunk * layout.chunk_tokens
         if not self._check:
             self._fill([rows], offset + before)
             return 0
+        if (
+            self._skips_fill
+            and high == first_fill < layout.chunk_tokens
+            and (found := self._rows_before_fill(chunk, before, after, rows)) is not None
+        ):
+            return combine(payload, found, rows.size) if self._whole else 0
         scratch = self._memory(before + after)
         head, tail = scratch[:before], scratch[before : before + after]
         self._fill([part for part in (head, rows, tail, self._crc) if part.size], offset)
@@ -227,6 +237,18 @@ class ShardFile:
         if not self._whole:
             return 0
         return combine(payload, crc, rows.size) if not after else combine(payload, crc_rows, rows.size)
+
+    def _rows_before_fill(self, chunk: int, before: int, after: int, rows: NDArray[np.uint8]) -> int | None:
+        """Reads the rows of the last chunk, and proves them without reading the fill behind them.
+
+        Returns the crc32c of the chunk up to there; None where the recorded one is not that with fill, for whatever reason.
+        """
+        head = self._memory(before)[:before]
+        offset = int(self._entries[chunk, 0])
+        self._fill([part for part in (head, rows) if part.size], offset)
+        self._fill([self._crc], offset + self._layout.chunk_bytes)
+        crc = crc32c(rows, crc32c(head))
+        return crc if extend_with_fill(crc, after) == int(self._crc.view("<u4")[0]) else None
 
     def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
         layout = self._layout

@@ -211,3 +211,25 @@ def test_checksums_of_other_chunks_are_not_taken(tmp_path: Path) -> None:
     with ShardFile(tmp_path / shard_key(1), layout, 130) as shard:
         assert np.array_equal(shard.read_all()[0], states)
     assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
+
+
+def test_fill_is_not_read_where_rows_are_proved_without_it(tmp_path: Path) -> None:
+    states = bits(130)
+    path = write(tmp_path, states)
+    damage(path, 2 * LAYOUT.block_bytes + 60 * LAYOUT.token_bytes)  # in the fill: rows 128 and 129 are the chunk's only ones
+    with ShardFile(path, LAYOUT, 130, cached=True) as shard:
+        found, crc = shard.read_all()
+        assert np.array_equal(shard.read(129), states[129:])
+    assert np.array_equal(found, states)
+    assert crc == crc32c(states.reshape(-1).view(np.uint8))
+    assert problem(path)[0] == "chunk"  # as other readers of Zarr would find it
+
+
+@pytest.mark.parametrize(("held", "offset", "kind"), [(130, 2 * LAYOUT.block_bytes + 9, "chunk"), (140, None, "tokens")])
+def test_reading_without_fill_finds_what_is_wrong(tmp_path: Path, held: int, offset: int | None, kind: str) -> None:
+    path = write(tmp_path, bits(held))
+    if offset is not None:
+        damage(path, offset)
+    with pytest.raises(ShardError) as caught, ShardFile(path, LAYOUT, 130, cached=True) as shard:
+        shard.read()
+    assert caught.value.problem == kind
