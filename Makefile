@@ -70,6 +70,9 @@ bench-storage: setup  ## dump to durable shard and back, against cp and other to
 	$(BIN)/python scripts/bench_storage.py
 	$(BIN)/python scripts/bench_commits.py
 
+bench-ledger: setup  ## the ledger of 10 million samples: start-up, memory, copies; build/bench/ledger.json
+	$(BIN)/python scripts/bench_ledger.py
+
 docs: setup  ## regenerates the generated pages, and builds docs/ into build/site
 	$(BIN)/python scripts/generate_docs.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'mkdocs>=1.6,<2'
