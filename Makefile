@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage docs clean
+.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
