@@ -1,0 +1,101 @@
+"""Disks that fail under a move, by errors that strace puts into system calls: what was not moved stays where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from hsx.testing.moving import MoveBench
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from hsx.errors import RunError
+from hsx.testing.moving import MoveBench
+
+bench = MoveBench(Path(sys.argv[1]), new=False)
+try:
+    report = bench.move("a", sys.argv[2:], batch=1)
+    print(json.dumps({"moved": report.moved, "damage": report.damage}))
+except RunError as error:
+    print(json.dumps({"error": error.kind, "message": error.message}))
+"""
+
+
+def move_with(bench: MoveBench, inject: str, *targets: str, path: str = "") -> dict[str, Any]:
+    """Moves root a in a process whose system calls fail as `inject` says; on one path only, where one is given."""
+    if shutil.which("strace") is None:
+        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
+        pytest.skip("needs strace")
+    trace = bench.folder / "trace"
+    command = ["strace", "-f", "-qq", "-o", str(trace), *(["-P", path] if path else []), "-e", f"inject={inject}"]
+    program = [sys.executable, "-B", "-c", PROGRAM, str(bench.folder), *targets]
+    done = subprocess.run([*command, *program], check=True, capture_output=True, text=True)
+    assert "(INJECTED)" in trace.read_text(), "nothing failed"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def marked(bench: MoveBench, index: int, root: str) -> str:
+    """Path of the copy that a move makes of a sample on a root."""
+    row = bench.rows()[index]
+    return str(bench.info.folder(root) / f"c.{index}.0.0.0.{row.marker}.moving.partial")
+
+
+def test_a_file_system_without_hard_links(bench: MoveBench) -> None:
+    assert move_with(bench, "linkat,link:error=EPERM", "b", "c")["moved"] == 3
+    bench.in_order()
+
+
+def test_a_file_system_without_o_direct(bench: MoveBench) -> None:
+    found = move_with(bench, "openat:error=EINVAL:when=1", "b", path=marked(bench, 0, "b"))
+    assert found["moved"] == 3
+    bench.in_order()
+
+
+def test_an_original_that_cannot_be_read_stays(bench: MoveBench) -> None:
+    found = move_with(bench, "preadv,preadv2:error=EIO", "b", path=str(bench.info.folder("a") / "c.3.0.0.0"))
+    assert (found["moved"], [index for index, _ in found["damage"]]) == (2, [3])
+    assert "Input/output error" in found["damage"][0][1]
+    assert bench.homes_now()[3] == "a"
+    bench.in_order()
+
+
+@pytest.mark.parametrize("call", ["fallocate", "pwritev,pwritev2", "fdatasync"])
+def test_a_target_that_fails_takes_no_more_and_the_others_do(bench: MoveBench, call: str) -> None:
+    found = move_with(bench, f"{call}:error=EIO", "b", "c", path=marked(bench, 0, "b"))
+    assert found["moved"] == 3
+    bench.in_order()
+
+
+def test_a_target_without_inodes_takes_no_more(bench: MoveBench) -> None:
+    found = move_with(bench, "openat:error=ENOSPC", "b", path=marked(bench, 0, "b"))
+    assert found["error"] == "roots_full"
+    assert "root b: no space for" in found["message"]
+    assert bench.shards("a") == [0, 3, 6]
+    bench.in_order()
+
+
+def test_names_that_cannot_be_made_durable_end_the_move(bench: MoveBench) -> None:
+    found = move_with(bench, "fsync:error=EIO", "b", path=str(bench.info.folder("b")))
+    assert found["error"] == "root_unusable"
+    assert bench.homes_now() == {index: "abc"[index % 3] for index in range(9)}
+    bench.nothing_lost()
+    assert bench.move("a", ["c"]).moved == 3  # and the copy that was left on b goes
+    bench.in_order()
+
+
+def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> None:
+    found = move_with(bench, "pwrite64:error=EIO", "b", path=f"{bench.ledger_path}-wal")
+    assert found["error"] == "ledger_failed"
+    assert bench.homes_now() == {index: "abc"[index % 3] for index in range(9)}
+    bench.nothing_lost()
+    bench.move("a")
+    bench.in_order()
