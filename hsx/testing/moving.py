@@ -39,21 +39,24 @@ class MoveBench:
     Args:
         folder: an existing folder.
         new: build it; else the one that another process has built there is opened.
+        codec: how its shards are compressed.
     """
 
-    def __init__(self, folder: Path, *, new: bool = True) -> None:
+    def __init__(self, folder: Path, *, new: bool = True, codec: str = "none") -> None:
         self.folder = folder
         self.places = {name: folder / name for name in ("a", "b", "c")}
         self.ledger_path = folder / "ledger.sqlite"
         self.homes = Homes(folder)
         if new:
-            self._build()
+            self._build(codec)
         self.info = open_store(folder / "store")
         self.view = UnionView(self.info)
 
-    def _build(self) -> None:
+    def _build(self, codec: str) -> None:
         rng = np.random.default_rng(17)
-        built = build_store(self.folder, [random_states(rng, tokens, 3, 16) for tokens in LENGTHS], roots=list(self.places))
+        built = build_store(
+            self.folder, [random_states(rng, tokens, 3, 16) for tokens in LENGTHS], roots=list(self.places), codec=codec
+        )
         create(self.ledger_path, RUN, {}, LENGTHS, [])
         asyncio.run(self._commit(built.rows))
 

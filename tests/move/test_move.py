@@ -8,9 +8,10 @@ import pytest
 
 from hsx.errors import RunError
 from hsx.stores.draining import begin_draining, end_draining, is_draining
+from hsx.testing.moving import MoveBench
 
 if TYPE_CHECKING:
-    from hsx.testing.moving import MoveBench
+    from pathlib import Path
 
 
 def test_everything_is_moved_and_nothing_else(bench: MoveBench) -> None:
@@ -26,6 +27,18 @@ def test_everything_is_moved_and_nothing_else(bench: MoveBench) -> None:
         assert old == new or (old.root == "a" and new.root in "bc")
         if old.root != "a":
             assert new == old
+
+
+@pytest.mark.parametrize("codec", ["blosc", "zstd"])
+def test_compressed_shards_are_moved_as_they_are(tmp_path: Path, codec: str) -> None:
+    bench = MoveBench(tmp_path, codec=codec)
+    before = {row.index: (bench.info.folder("a") / f"c.{row.index}.0.0.0") for row in bench.rows() if row.root == "a"}
+    data = {index: path.read_bytes() for index, path in before.items()}
+    assert bench.move("a").moved == 3
+    bench.in_order()
+    for index, home in bench.homes_now().items():
+        if index in data:
+            assert (bench.info.folder(home) / f"c.{index}.0.0.0").read_bytes() == data[index]
 
 
 def test_only_the_roots_that_are_named_take_samples(bench: MoveBench) -> None:
