@@ -49,12 +49,6 @@ class CachedFile:
         self._bytes = np.empty(0, np.uint8)  # it holds the mapping open
         self._map.close()
 
-    def expect(self, offset: int, nbytes: int) -> None:
-        """Lets the disk begin with all that will be read, so that it has more to do than one piece at a time."""
-        start = offset - offset % PAGE
-        if nbytes > 0 and offset + nbytes <= self._bytes.size:
-            _LIBC.madvise(self._address + start, offset + nbytes - start, mmap.MADV_WILLNEED)
-
     def fill(self, buffers: Sequence[NDArray[np.uint8]], offset: int) -> bool:
         """Fills 1-D buffers, one behind the other, with what lies at `offset`.
 
