@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hsx.core.amounts import in_words
 from hsx.core.placement import RootSpace, Shares, Speed
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hsx.core.admission import InFlight
-    from hsx.ports import Clock, Dumps, Observer, Root
+    from hsx.ports import Clock, Observer, Root
 
 POLL_S: Final = 2.0
 """How long between two looks at disks that have no room."""
@@ -279,6 +279,18 @@ class Space:
         return f"{free}no root has room for a shard of {in_words(size)}: {'; '.join(parts)}"
 
 
+class DumpRoom(Protocol):
+    """What is asked of the dump directory; see `hsx.ports.Dumps`."""
+
+    def free(self) -> int:
+        """Free bytes of its file system."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each dump takes there, by name."""
+        ...
+
+
 class Staging:
     """The dump directory's room: other users of its tmpfs may fill it, whatever the budget says.
 
@@ -289,13 +301,13 @@ class Staging:
         observer: hears of pauses.
     """
 
-    def __init__(self, dumps: Dumps, ours: Callable[[str], bool], clock: Clock, observer: Observer) -> None:
+    def __init__(self, dumps: DumpRoom, ours: Callable[[str], bool], clock: Clock, observer: Observer) -> None:
         self._dumps = dumps
         self._ours = ours
         self._clock = clock
         self._observer = observer
         self._refusal = ""
-        self._paused = False
+        self._waiting = 0
         self._drained = False
 
     async def admit(self, now: InFlight, nbytes: int) -> bool:
@@ -307,36 +319,39 @@ class Staging:
 
         Raises EngineError `staging_full` in a drained run.
         """
-        paused = False
-        while (obstacle := await self._obstacle(now, nbytes)) is not None:
-            if self._drained:
-                raise EngineError("staging_full", obstacle)
-            self._paused = paused = True
-            self._observer.intake_paused("staging_full", obstacle)
-            await self._clock.sleep(POLL_S)
-        if not self._refusal:
-            self._resume()
-        return paused
+        obstacle = await self._obstacle(now, nbytes)
+        if obstacle is None:
+            return False
+        self._waiting += 1
+        try:
+            while obstacle is not None:
+                if self._drained:
+                    raise EngineError("staging_full", obstacle)
+                self._observer.intake_paused("staging_full", obstacle)
+                await self._clock.sleep(POLL_S)
+                obstacle = await self._obstacle(now, nbytes)
+        finally:
+            self._waiting -= 1
+            self._tell()
+        return True
 
     def refused(self, message: str) -> None:
         """The server could not write a dump. Until one arrives again, prompts go out one at a time."""
         self._refusal = message
-        self._paused = True
         self._observer.intake_paused("staging_full", message)
 
     def took(self) -> None:
         """A dump arrived."""
         if self._refusal:
             self._refusal = ""
-            self._resume()
+            self._tell()
 
     def drain(self) -> None:
         """Nobody waits for room any more."""
         self._drained = True
 
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
+    def _tell(self) -> None:
+        if not self._waiting and not self._refusal:
             self._observer.intake_resumed("staging_full")
 
     async def _obstacle(self, now: InFlight, nbytes: int) -> str | None:
