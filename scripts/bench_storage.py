@@ -9,9 +9,10 @@ content gate judged and every checksum taken, as in a run; and zarr-python, tens
 
 Recorded for each writer and size, as medians of the rounds: `x_cp`, the throughput as a ratio to cp's in the same round;
 `cpu_s_per_gb`, user and system seconds of this process and its children, less the event loop's own; `cpu_x_cp`, the same as a
-ratio to cp's, which a busy machine changes less; `peak_rss_mb`, the largest resident size, with the
-dumps' mapped pages in it; `loop_lag_p99_ms` and `loop_lag_max_ms`, how late an event loop in the same process was woken that
-asked for it each millisecond. For each reader and size `x_torch_load`: torch.load's time over its own, from the page cache.
+ratio to cp's, which a busy machine changes less; `peak_rss_mb`, the largest resident size, with the dumps' mapped pages in it;
+`loop_lag_p99_ms` and `loop_lag_max_ms`, how late an event loop in the same process was woken that asked for it each millisecond
+(`idle_loop_lag_p99_ms`: with nothing else to do). For each reader and size `x_torch_load`: torch.load's time over its own, from
+the page cache.
 
 Trust the ratios, on a machine with nothing else to do; MB/s are for orientation. Goals: hsx with 2 threads at least 0.9 of cp,
 at most 0.5 CPU s/GB, loop lag p99 below 20 ms; reading at least 1.3 times torch.load.
@@ -393,11 +394,16 @@ def bench_size(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
             "cpu_s_per_gb": round(statistics.median(t.cpu_seconds / (t.nbytes / 1e9) for t in spent), 3),
             "cpu_x_cp": round(statistics.median(costs), 3),
             "peak_rss_mb": round(statistics.median(t.peak_rss_mb for t in spent), 1),
-            "loop_lag_p99_ms": round(1000 * lags[int(0.99 * (len(lags) - 1))], 2),
+            "loop_lag_p99_ms": round(1000 * p99(lags), 2),
             "loop_lag_max_ms": round(1000 * lags[-1], 2),
             "mb_per_s": round(statistics.median(t.rate / 1e6 for t in spent), 1),
         }
     return result
+
+
+def p99(ordered: list[float]) -> float:
+    """The 99th percentile of sorted values."""
+    return ordered[int(0.99 * (len(ordered) - 1))]
 
 
 def table(title: str, results: dict[str, dict[str, dict[str, Any]]], keys: tuple[str, ...]) -> str:
@@ -424,6 +430,7 @@ def main() -> None:
     for name in [n for n in WRITERS if args.only and n != "cp" and n not in args.only.split(",")]:
         del WRITERS[name]
     load = os.getloadavg()[0]
+    idle = round(1000 * p99(sorted(asyncio.run(watched(partial(time.sleep, 2.0), time.perf_counter()))[0])), 2)
     writing: dict[str, dict[str, Any]] = {}
     reading: dict[str, dict[str, Any]] = {}
     direct = False
@@ -437,9 +444,16 @@ def main() -> None:
             writing[str(megabytes)] = bench_size(setting, args.rounds)
             if not args.no_readers:
                 reading[str(megabytes)] = bench_readers(setting, args.rounds)
-    machine = {"cores": os.cpu_count(), "load_before": load, "o_direct": direct, "kernel": platform.release()}
+    machine = {
+        "cores": os.cpu_count(),
+        "load_before": load,
+        "idle_loop_lag_p99_ms": idle,
+        "o_direct": direct,
+        "kernel": platform.release(),
+    }
     args.out.write_text(json.dumps({"machine": machine, "writers": writing, "readers": reading}, indent=1) + "\n")
     columns = ("x_cp", "cpu_s_per_gb", "cpu_x_cp", "peak_rss_mb", "loop_lag_p99_ms", "loop_lag_max_ms", "mb_per_s")
+    sys.stdout.write(f"load {load:.1f}, loop lag p99 when idle {idle} ms, O_DIRECT {'used' if direct else 'not there'}\n\n")
     sys.stdout.write(table("writers", writing, columns) + "\n")
     if reading:
         sys.stdout.write("\n" + table("readers, warm", reading, ("x_torch_load", "ms")) + "\n")
