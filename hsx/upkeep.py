@@ -2,7 +2,8 @@
 
 With `storage.durability = "relaxed"` no shard and no folder is synced by itself. All disks are synced every `SYNC_S` seconds
 and at the end, and the ledger remembers the time through which everything is on the disks, with the host's boot id. So a start
-after a power cut knows which samples may have been lost: they are read again, and the damaged ones are extracted again.
+after a power cut knows which samples may have been lost: they are read again, and the damaged ones are extracted again. Of a
+root that is not there at a start it remembers through when it was synced, until the root is back.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Syncing:
         self._clock = clock
         self._wall = wall
         self._through = float("inf")
+        self._away: dict[str, float] = {}  # what roots that were not there took after this may never have reached them
         self._given_up: set[str] = set()
         self._one = asyncio.Lock()
 
@@ -94,8 +96,8 @@ class Syncing:
         if known:
             fact = json.loads(known)
             self._through = float(fact["through"])
-            if fact["boot"] != self._boot:
-                await self._read_again()
+            self._away = {name: float(through) for name, through in fact.get("away", {}).items()}
+            await self._read_again(anew=fact["boot"] != self._boot)
         await self.flush()
 
     async def run(self) -> None:
@@ -140,13 +142,24 @@ class Syncing:
         rows = [row for row in await asyncio.to_thread(self._committed, self._through) if row.root in lost]
         return not await self._take_back(rows, f"root {', '.join(sorted(lost))} was lost before it was synced")
 
-    async def _read_again(self) -> None:
-        """Reads what was committed after the last sync; samples on roots that are not in service are left as they are."""
-        rows = await asyncio.to_thread(self._committed, self._through)
-        here = {name: [row for row in rows if row.root == name] for name in self._roots}
+    async def _read_again(self, *, anew: bool) -> None:
+        """Reads what disks may not have kept: where the host was started anew, and on roots that are back.
+
+        Samples on roots that are not in service are left as they are; they are read once these are back.
+        """
+        unsynced = await asyncio.to_thread(self._committed, self._through)
+        for name in {row.root for row in unsynced} - self._roots.keys():
+            self._away.setdefault(name, self._through)
+        here = {name: [row for row in unsynced if row.root == name] for name in self._roots if anew}
+        back = {name: through for name, through in self._away.items() if name in self._roots}
+        for name, through in back.items():
+            here[name] = [row for row in await asyncio.to_thread(self._committed, through) if row.root == name]
         found = await asyncio.gather(*(asyncio.to_thread(self._damaged, name, here[name]) for name in here))
         damaged = [row for rows in found for row in rows]
-        await self._take_back(damaged, f"the host was started anew, and {len(damaged)} of {len(rows)} samples are damaged")
+        why = "the host was started anew" if anew else f"root {', '.join(sorted(back))} was away before it was synced"
+        await self._take_back(damaged, f"{why}, and {len(damaged)} of {sum(map(len, here.values()))} samples are damaged")
+        for name in back:
+            del self._away[name]
 
     def _damaged(self, name: str, rows: Sequence[CommittedRow]) -> list[CommittedRow]:
         return [row for row in rows if not self._sound(self._roots[name], row)]
@@ -163,8 +176,10 @@ class Syncing:
 
     async def _remember(self, through: float) -> None:
         self._through = through
-        fact = json.dumps({"through": through, "boot": self._boot}) if self._relaxed else ""
-        await self._ledger.remember(SYNCED, fact)
+        fact: dict[str, object] = {"through": through, "boot": self._boot}
+        if self._away:
+            fact["away"] = self._away
+        await self._ledger.remember(SYNCED, json.dumps(fact) if self._relaxed or self._away else "")
 
 
 class Copies:

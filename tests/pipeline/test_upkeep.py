@@ -54,7 +54,13 @@ def sound(root: Root, row: CommittedRow) -> bool:
 
 
 def syncing(
-    bench: WriterBench, boot: str = "one", *, relaxed: bool = True, wall: Wall | None = None, clock: HandClock | None = None
+    bench: WriterBench,
+    boot: str = "one",
+    *,
+    relaxed: bool = True,
+    wall: Wall | None = None,
+    clock: HandClock | None = None,
+    roots: tuple[str, ...] = ("a", "b"),
 ) -> Syncing:
     """The bench's books of what is on its disks."""
 
@@ -64,7 +70,7 @@ def syncing(
 
     return Syncing(
         relaxed=relaxed,
-        roots=list(bench.roots.values()),
+        roots=[bench.roots[name] for name in roots],
         space=bench.space,
         ledger=bench.ledger,
         store=bench.writer,
@@ -103,6 +109,24 @@ async def test_after_a_power_cut_what_was_not_synced_is_read_again_and_the_damag
     assert bench.telemetry.snapshot()["last_errors"][-1]["kind"] == "unsynced"
     assert (await bench.ledger.counts()).pending == 4
     assert json.loads(await bench.ledger.recall(SYNCED) or "") == {"through": 0.0, "boot": "two"}
+
+
+@pytest.mark.parametrize("relaxed", [True, False])
+async def test_a_root_that_is_away_after_a_power_cut_is_read_once_it_is_back(bench: WriterBench, *, relaxed: bool) -> None:
+    await syncing(bench).begin()
+    await commit_one_each(bench)
+    (bench.real[1].folder / shard_key(3)).unlink()
+    away = syncing(bench, "two", wall=Wall(4e9), roots=("a",), relaxed=relaxed)
+    await away.begin()
+    await away.close()
+    assert homes(bench) == ALL, "root b is not there: nothing is known of its samples"
+    await syncing(bench, "three", wall=Wall(4e9), roots=("a",), relaxed=relaxed).begin()
+    await syncing(bench, "three", wall=Wall(4e9), relaxed=relaxed).begin()
+    assert homes(bench) == ALL[:3]
+    (bench.real[1].folder / shard_key(1)).unlink()
+    await syncing(bench, "four", wall=Wall(4e9), relaxed=relaxed).begin()
+    assert homes(bench) == ALL[:3], "it was read, and synced, when it came back"
+    assert "away" not in (await bench.ledger.recall(SYNCED) or "")
 
 
 async def test_what_was_synced_is_not_read_again(bench: WriterBench) -> None:
