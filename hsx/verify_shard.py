@@ -125,6 +125,10 @@ class ShardProver:
         found = self.look(expected)
         if found and found[0].kind in ("missing", "unreadable"):
             return Proof(0, tuple(found))
+        with reading_ahead(expected.path, cold=self._cold) as ahead:
+            return self._prove(expected, found, ahead)
+
+    def _prove(self, expected: Expected, found: list[Finding], ahead: Callable[[int], None]) -> Proof:
         ids, unsound = self._ids(expected.index)
         record, no_record = self._record(expected.path)
         if record is not None:
@@ -137,10 +141,7 @@ class ShardProver:
             return Proof(0, (*found, *unsound))
         size = 0
         try:
-            with (
-                ShardFile(expected.path, self._layout, expected.tokens) as shard,
-                reading_ahead(expected.path, cold=self._cold) as ahead,
-            ):
+            with ShardFile(expected.path, self._layout, expected.tokens) as shard:
                 size = shard.nbytes
                 crc, violations = self._read(shard, expected, ids, ahead)
         except ShardError as error:
