@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_running
+from hsx.testing.commands import hsx_done, hsx_running
 from hsx.testing.forgetful_disk import forgetful_disks
 from hsx.testing.holding import held_at
 from hsx.testing.mounts import disk_that_loses_writes, ext4, filled, make_ext4, remount, unmount
-from hsx.testing.promise import assert_kept, committed_rows
-from hsx.testing.tiny_job import TinyJob, make_job
+from hsx.testing.power import recorded
+from hsx.testing.promise import assert_kept, committed_rows, damages
+from hsx.testing.servers import running_reference, tiny_config
+from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +32,8 @@ SAMPLES: Final = 16
 BEFORE: Final = 8
 """So many are committed when the disk fails."""
 MEGABYTES: Final = 64
+ORDERLY: Final = {"concurrency": 1, "commit_samples": 1}
+"""One sample after the other, each committed by itself."""
 Disk = tuple["Callable[[], object]", "Callable[[], object]"]
 """What makes it fail, and what has to be done before it can be read again."""
 
@@ -91,7 +97,7 @@ def run_until_it_fails(job: TinyJob, server: RunningServer, fail: Callable[[], o
 
 @pytest.mark.parametrize("reason", WAYS)
 def test_a_disk_fails_in_the_run(tmp_path: Path, shared_server: RunningServer, reason: str) -> None:
-    job = make_job(tmp_path, samples=SAMPLES, server=shared_server, pipeline={"concurrency": 1, "commit_samples": 1})
+    job = make_job(tmp_path, samples=SAMPLES, server=shared_server, pipeline=ORDERLY)
     (tmp_path / "beside").mkdir()
     sound = ext4(make_ext4(tmp_path / "sound", MEGABYTES), job.loaded.roots[0].path)
     with sound, WAYS[reason](job.loaded.roots[1].path, tmp_path / "beside") as (fail, put_back):
@@ -102,3 +108,45 @@ def test_a_disk_fails_in_the_run(tmp_path: Path, shared_server: RunningServer, r
         assert {row.root for row in told.values() if row.index >= BEFORE} == {"a"}
         put_back()
         assert_kept(job.loaded, SAMPLES, {index: row.marker for index, row in told.items()})
+
+
+def test_the_disk_of_the_ledger_dies(tmp_path: Path, shared_server: RunningServer) -> None:
+    """The run ends; from what that disk had kept until then, the job goes on."""
+    job = make_job(tmp_path, samples=SAMPLES, server=shared_server, pipeline=ORDERLY)
+    with recorded(tmp_path / "power", {"state": job.loaded.state_dir}) as recording:
+        recording.begin()
+        with hsx_running(job.loaded.path, "run") as running:
+            with held_at(job, shared_server, BEFORE) as wait:
+                wait()
+                recording.disks.break_down()
+                recording.end()
+            assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
+        assert running.error().startswith("[ledger_failed]")
+    told = {line["index"]: line["marker"] for line in running.events("sample.committed")}
+    assert len(told) == BEFORE
+    with recording.cut(recording.records[-1].end):
+        done = hsx_done(job.loaded.path, "run")
+        assert done.process.returncode == ExitCode.DONE, done.error()
+        assert_kept(job.loaded, SAMPLES, told)
+
+
+def test_files_may_not_grow_as_long_as_a_shard(tmp_path: Path) -> None:
+    """A limit of the process: the kernel writes what fits, and then fails. No disk is full, and none may be used."""
+    job = make_job(tmp_path, samples=4, pipeline=ORDERLY)
+    tiny_config(job.loaded.model, hidden_size=256)
+    rows = [{"id": f"row-{tokens}", "input_ids": list(range(100, 100 + tokens))} for tokens in (10, 20, 400, 30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limit = 400 * 3 * 256 * 2  # the long one's states, without the rest of its shard; the ledger stays below
+    port = job.loaded.config.engine.port
+    with running_reference(job.loaded.dump_dir, LAYERS, model=job.loaded.model, port=port):
+        with hsx_running(job.loaded.path, "run") as running:
+            resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
+        assert running.error().startswith("[root_unusable]")
+        assert "EFBIG" in running.error()
+        told = {line["index"]: line["marker"] for line in running.events("sample.committed")}
+        assert list(told) == [0, 1]
+        assert damages(job.loaded) == []
+        done = hsx_done(job.loaded.path, "run")
+        assert done.process.returncode == ExitCode.DONE, done.error()
+    assert_kept(job.loaded, len(rows), told)

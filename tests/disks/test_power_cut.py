@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import uuid
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ from hsx.testing.servers import running_reference
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from hsx.ports import CommittedRow
@@ -57,9 +59,8 @@ class Run:
         return {index: marker for when, index, marker in self.told if when <= moment}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("power")
+def record(folder: Path, durability: str) -> Run:
+    """Runs a job to its end in `folder`, on disks of which every write is remembered."""
     home = folder / "job"
     told = []
     with recorded(folder / "power", {"home": home, "a": home / "root-a", "b": home / "root-b"}) as recording:
@@ -69,6 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             longest=300,
             staging={"dump_dir": str(folder / "dumps")},
             pipeline={"concurrency": 4, "commit_samples": 3},
+            storage={"durability": durability},
         )
         recording.begin()
         with running_reference(job.loaded.dump_dir, LAYERS, model=job.loaded.model, port=job.loaded.config.engine.port):
@@ -85,6 +87,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         recording.end()
     assert len(told) == len(rows) == SAMPLES
     return Run(job, recording, told, rows)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return record(tmp_path_factory.mktemp("power"), "commit")
+
+
+@contextmanager
+def booted(folder: Path, job: TinyJob, number: int) -> Iterator[None]:
+    """The machine has booted again: its boot id is another, and the dump directory is empty."""
+    shutil.rmtree(job.loaded.dump_dir)
+    with boot(str(uuid.UUID(int=number)), folder):
+        yield
 
 
 def test_the_power_fails_anywhere(run: Run) -> None:
@@ -106,14 +121,36 @@ def test_the_power_fails_anywhere(run: Run) -> None:
 
 @pytest.mark.parametrize("share", RESUMES)
 async def test_the_next_start_goes_on(run: Run, tmp_path: Path, share: float) -> None:
-    """The machine boots again, with an empty dump directory and a new server; the same command ends the job."""
-    job = run.job
-    moment = run.recording.moments(1000)[round(share * 999)]
-    shutil.rmtree(job.loaded.dump_dir)
-    with run.recording.cut(moment, random.Random(int(share * 100))), boot(str(uuid.UUID(int=round(share * 100))), tmp_path):
+    """With an empty dump directory and a new server the same command ends the job."""
+    job, number = run.job, round(share * 100)
+    moment = run.recording.moments(101)[number]
+    with run.recording.cut(moment, random.Random(number)), booted(tmp_path, job, number):
         told = run.told_at(moment)
         assert told.keys() <= committed_rows(job.loaded).keys()
         async with job.server():
             outcome = await job.run()
         assert (outcome.committed, outcome.pending, outcome.quarantined, outcome.restarts) == (SAMPLES, 0, 0, 0)
         assert_kept(job.loaded, SAMPLES, told)
+
+
+def unsynced(run: Run) -> int:
+    """The moment at which most was said to be committed since the roots' disks were last flushed."""
+    flushes = [run.recording.began, *(record.end for record in run.recording.records if record.flush and record.disk)]
+    spans = zip(flushes, [*flushes[1:], run.recording.records[-1].end], strict=True)
+    told = [[when for when, _, _ in run.told if begin < when < end] for begin, end in spans]
+    return max(told, key=len)[-1]
+
+
+async def test_relaxed_durability_costs_what_was_not_synced_and_nothing_else(tmp_path: Path) -> None:
+    """The ledger knows of samples that no disk has: the next start reads them, and has the lost ones extracted again."""
+    run = record(tmp_path, "relaxed")
+    job = run.job
+    moment = unsynced(run)
+    with run.recording.cut(moment, None), booted(tmp_path, job, 1):
+        lost = {damage.index for damage in damages(job.loaded) if damage.kind == "missing"}
+        assert lost, "the disks had everything: the cut shows nothing"
+        kept = {index: row.marker for index, row in committed_rows(job.loaded).items() if index not in lost}
+        async with job.server():
+            outcome = await job.run()
+        assert (outcome.committed, outcome.pending, outcome.revoked) == (SAMPLES, 0, len(lost))
+        assert_kept(job.loaded, SAMPLES, kept)
