@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-WORTH_WHILE: Final = 1 << 20
-"""Bytes of a file below which making a mapping costs more than it saves."""
+WORTH_WHILE: Final = 16 << 20
+"""Bytes of a file below which `preadv` is as fast: what it copies stays in the processor's caches, and a mapping has its price."""
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, Linux 5.14; older kernels answer EINVAL, and everything is read with preadv
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

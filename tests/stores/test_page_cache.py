@@ -59,20 +59,31 @@ def test_a_file_that_is_cut_off_is_no_end_of_the_process(content: np.typing.NDAr
     file.close()
 
 
-@pytest.fixture
-def built(tmp_path: Path) -> BuiltStore:
+def build(folder: Path) -> BuiltStore:
     """One sample that is worth a mapping, with an odd number of tokens."""
-    built = build_store(tmp_path, [random_bits(np.random.default_rng(0), 301, 3, 640)], roots=["a"])
+    built = build_store(folder, [random_bits(np.random.default_rng(0), 301, 3, 9600)], roots=["a"])
     assert built.shard(0).stat().st_size > WORTH_WHILE
     return built
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
+    """Such a store, for tests that leave it alone."""
+    return build(tmp_path_factory.mktemp("large"))
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> BuiltStore:
+    """Such a store, for one test."""
+    return build(tmp_path)
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (1, 300), (64, 128), (299, 301), (7, 7)])
-def test_large_samples_are_the_same_through_the_mapping(built: BuiltStore, start: int, stop: int | None, check: bool) -> None:
-    store = hsx.open(built.info.path, check=check)
-    assert np.array_equal(store.hidden_states_numpy(0, start, stop), built.states[0][start:stop])
-    assert np.array_equal(store.hidden_states_numpy(0, start, stop, states=["h_2"]), built.states[0][start:stop, [1]])
+def test_large_samples_are_the_same_through_the_mapping(shared: BuiltStore, start: int, stop: int | None, check: bool) -> None:
+    store = hsx.open(shared.info.path, check=check)
+    assert np.array_equal(store.hidden_states_numpy(0, start, stop), shared.states[0][start:stop])
+    assert np.array_equal(store.hidden_states_numpy(0, start, stop, states=["h_2"]), shared.states[0][start:stop, [1]])
 
 
 def test_damage_is_seen_through_the_mapping(built: BuiltStore) -> None:
