@@ -1,0 +1,50 @@
+"""Whole runs with each way of storing: the truth is stored, shards say whose they are, and the choice of a codec stays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hsx.config_load import load
+from hsx.errors import RunError
+from hsx.prepare import prepare
+from hsx.stores.checksum import ids_digest
+from hsx.stores.group import open_store
+from hsx.stores.reader import Store
+from hsx.stores.shard_reader import read_record
+from hsx.testing.jobs import write_job
+from hsx.testing.promise import committed_rows, damages
+from hsx.testing.truth import wrong_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hsx.testing.tiny_job import TinyJob
+
+
+@pytest.mark.parametrize(
+    "storage", [{}, {"codec": "zstd", "durability": "relaxed"}, {"codec": "blosc", "writer": "zarr"}, {"writer": "zarr"}]
+)
+async def test_a_run_stores_the_truth(job_of: Callable[..., TinyJob], storage: dict[str, Any]) -> None:
+    job = job_of(samples=6, storage=storage)
+    async with job.server():
+        outcome = await job.run()
+    assert (outcome.committed, outcome.violations) == (6, {})
+    assert wrong_samples(job.loaded) == []
+    assert damages(job.loaded) == []
+    info, store = open_store(job.loaded.store), Store(job.loaded.store)
+    assert info.layout.codec == storage.get("codec", "none")
+    for index, row in committed_rows(job.loaded).items():
+        record = read_record(info.folder(row.root) / f"c.{index}.0.0.0", info.layout)
+        assert (record.store, record.index, record.marker, record.epoch) == (info.store_id, index, row.marker, row.epoch)
+        assert (record.sequence, record.tokens, record.crc32c) == (row.sequence, row.tokens, row.crc32c)
+        assert record.ids == ids_digest(store.input_ids_numpy(index))
+
+
+def test_a_job_keeps_its_codec(tmp_path: Path) -> None:
+    prepare(load(write_job(tmp_path, {"storage": {"codec": "zstd"}})), lambda _rows, _tokens: None)
+    with pytest.raises(RunError, match=r"storage\.codec") as error:
+        prepare(load(write_job(tmp_path, {"storage": {"codec": "blosc"}})), lambda _rows, _tokens: None)
+    assert error.value.kind == "job_changed"
