@@ -264,7 +264,7 @@ class DumpDirectory:
         try:
             stat = os.statvfs(self._dump_dir)
         except OSError as error:
-            raise RunError("staging_failed", f"dump directory {self._dump_dir} cannot be looked at: {error.strerror}") from error
+            raise RunError("staging_failed", f"{self._dump_dir} cannot be looked at: {error.strerror}") from error
         return stat.f_bavail * stat.f_frsize
 
     def sizes(self) -> dict[str, int]:

@@ -119,8 +119,20 @@ ROWS: Final[dict[str, Row]] = {
         "one sample kills the server whenever it is asked for",
         "found by halving the suspects, and quarantined as `server_killed`; the rest goes on",
     ),
-    "staging_full": Row("the dump tmpfs is full", "waits for room and asks again; held against nobody", True),
+    "staging_full": Row(
+        "the dump tmpfs is full", "the intake pauses until there is room, and says what to free; held against nobody", True
+    ),
     "staging_gone": Row("the dump directory is deleted under us", "`alive`, with that as evidence: server restarted"),
+    # disks
+    "root_full": Row("a root fills up", "the other roots take the rest"),
+    "roots_full": Row(
+        "all roots fill up",
+        "the intake pauses before they are full, says what to free, and goes on by itself",
+    ),
+    "root_read_only": Row(
+        "a root turns read-only",
+        "out of service (`root.lost`): what is not committed goes to the other roots, what is committed there stays",
+    ),
     # hsx's own life
     "killed_at_preallocation": Row("hsx is killed while it preallocates a shard", _ADOPTED),
     "killed_at_write": Row("hsx is killed while it writes a shard", _ADOPTED),

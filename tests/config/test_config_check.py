@@ -230,6 +230,17 @@ def test_a_root_that_is_not_there(folder: Path) -> None:
     assert (finding.level, finding.message) == ("error", expected)
 
 
+def test_a_missing_root_may_be_gone_without_but_not_all_of_them(folder: Path) -> None:
+    (folder / "root-b").mkdir()
+    both = {"roots": [{"name": name, "path": f"root-{name}", "reserve": "0B"} for name in "ab"]}
+    loaded = load(write_job(folder, {**both, "storage": {"on_missing_root": "go_on"}}))
+    (folder / "root-a").rmdir()
+    tmpfs = mounts((folder / "dumps", "tmpfs"))
+    assert only(check(loaded, SHAPE, None, tmpfs), "roots[0].path").level == "warning"
+    (folder / "root-b").rmdir()
+    assert only(check(loaded, SHAPE, None, tmpfs), "roots[1].path").level == "error"
+
+
 def test_a_place_on_a_read_only_file_system(folder: Path) -> None:
     (folder / "ro").mkdir()
     lines = f"1 0 8:1 / / rw - ext4 a rw\n2 1 0:1 / {folder}/dumps rw - tmpfs b rw\n3 1 8:2 / {folder}/ro ro - ext4 c rw"

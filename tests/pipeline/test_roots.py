@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 from collections import Counter
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.testing.commands import hsx_done, hsx_running, wait_until
 from hsx.testing.tiny_job import TinyJob, make_job
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 SAMPLES = 12
 ORDERLY = {"concurrency": 1, "commit_samples": 1}
 """One sample after the other, each committed by itself."""
+NO_COPIES = {"backup_seconds": 0}
+"""Disks that are this small have no room for the ledger as well."""
 
 
 def mount(*arguments: str) -> None:
@@ -113,6 +115,7 @@ def test_a_root_without_space_leaves_the_work_to_the_other(
         assert running.wait() == ExitCode.DONE, running.error()
     errors = running.events("error.met")
     assert {error["kind"] for error in errors} == {"roots_full"}
+    assert running.events("root.lost") == [], "a disk without inodes is not a broken one"
     assert "root b" in errors[0]["message"]
     assert "ENOSPC" in errors[0]["message"]
     assert set(homes(job)) == {"a", "b"}
@@ -123,7 +126,7 @@ def test_a_root_without_space_leaves_the_work_to_the_other(
 def test_a_root_that_fills_up_is_left_alone_from_then_on(
     tmp_path: Path, server: RunningServer, disk_at: Callable[..., None]
 ) -> None:
-    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline={"concurrency": 6})
+    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline={"concurrency": 6}, storage=NO_COPIES)
     disk_at(tmp_path / "root-a", "size=352k")
     disk_at(tmp_path / "root-b", "size=64k")
     with hsx_running(job.loaded.path, "run") as running:
@@ -137,40 +140,87 @@ async def test_a_root_that_turns_read_only_in_the_middle(
     tmp_path: Path, server: RunningServer, disk_at: Callable[..., None]
 ) -> None:
     job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline=ORDERLY)
-    disk_at(tmp_path / "root-b", "size=1000g")  # the most room: everything goes here
+    disk_at(tmp_path / "root-a", "size=64m")
+    disk_at(tmp_path / "root-b", "size=1000g")  # nearly all the room there is: everything goes here
     before = await hold_at(server, 6)
     with hsx_running(job.loaded.path, "run") as running:
         await held(server, before, job, 6)
         mount("-o", "remount,ro", str(tmp_path / "root-b"))
         await server.clear_faults()
         assert running.wait() == ExitCode.DONE, running.error()
-    assert {error["kind"] for error in running.events("error.met")} == {"root_unusable"}
-    assert "EROFS" in running.events("error.met")[0]["message"]
+    (lost,) = running.events("root.lost")
+    assert (lost["root"], lost["kind"]) == ("b", "root_unusable")
+    assert "EROFS" in lost["message"]
     assert homes(job) == {"b": 6, "a": 6}
     complete(job)
 
 
-async def test_all_roots_full_ends_the_job_and_room_continues_it(
+def test_a_job_that_waits_for_room_can_be_stopped_and_continued(
     tmp_path: Path, server: RunningServer, disk_at: Callable[..., None]
 ) -> None:
-    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline=ORDERLY)
+    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline=ORDERLY, storage=NO_COPIES)
     for root in ("root-a", "root-b"):
         disk_at(tmp_path / root, "size=64k")
     with hsx_running(job.loaded.path, "run") as running:
-        assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
-    assert running.error().startswith("[roots_full]")
-    assert "bytes of room" in running.error()
-    before = homes(job)
-    assert 0 < sum(before.values()) < SAMPLES
+        paused = running.wait_for("intake.paused")
+        assert (paused["kind"], "free at least" in paused["message"]) == ("roots_full", True)
+        running.send(signal.SIGTERM)
+        assert running.wait() == ExitCode.INTERRUPTED, running.error()
+    assert running.events("error.met") == [], "nothing was written to a full disk"
+    assert 0 < sum(homes(job).values()) < SAMPLES
     nothing_damaged(job)
-    # The same command again finds the disks as full as they were, and spoils nothing.
-    with pytest.raises(RunError) as caught:
-        await job.run()
-    assert caught.value.kind == "roots_full"
-    assert homes(job) == before
     mount("-o", "remount,size=16m", str(tmp_path / "root-a"))
     done = hsx_done(job.loaded.path, "run")
     assert done.process.returncode == ExitCode.DONE, done.error()
+    complete(job)
+
+
+async def test_dumps_that_wait_for_room_outlive_a_drain_and_are_adopted(
+    tmp_path: Path, server: RunningServer, disk_at: Callable[..., None]
+) -> None:
+    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline=ORDERLY, storage=NO_COPIES)
+    disk_at(tmp_path / "root-a", "size=16m")
+    disk_at(tmp_path / "root-b", "size=16k")  # room for what says whose it is, and for no shard
+    before = await hold_at(server, 6)
+    with hsx_running(job.loaded.path, "run") as running:
+        await held(server, before, job, 6)
+        mount("-o", "remount,ro", str(tmp_path / "root-a"))
+        await server.clear_faults()
+        assert running.wait_for("intake.paused")["kind"] == "roots_full"
+        dumps = list(server.folder.glob("hsx1-*-6-1-*.safetensors"))
+        running.send(signal.SIGTERM)
+        assert running.wait() == ExitCode.INTERRUPTED, running.error()
+    assert len(dumps) == 1
+    assert dumps[0].exists()
+    mount("-o", "remount,rw", str(tmp_path / "root-a"))
+    with hsx_running(job.loaded.path, "run") as running:
+        assert running.wait() == ExitCode.DONE, running.error()
+    # The next one may have been at the server already.
+    assert 6 in [line["index"] for line in running.events("sample.committed") if line["adopted"]]
+    assert not dumps[0].exists()
+    complete(job)
+
+
+async def test_a_run_may_go_on_without_a_root_and_finds_its_samples_when_it_is_back(
+    tmp_path: Path, server: RunningServer, disk_at: Callable[..., None]
+) -> None:
+    go_on = {"on_missing_root": "go_on", "backup_seconds": 0}
+    job = make_job(tmp_path, samples=SAMPLES, server=server, pipeline=ORDERLY, storage=go_on)
+    disk_at(tmp_path / "root-a", "size=64m")
+    disk_at(tmp_path / "root-b", "size=1000g")
+    before = await hold_at(server, 6)
+    with hsx_running(job.loaded.path, "run") as running:
+        await held(server, before, job, 6)
+        await server.clear_faults()
+        running.kill()
+    (tmp_path / "elsewhere").mkdir()
+    mount("--bind", str(tmp_path / "elsewhere"), str(tmp_path / "root-b"))  # the disk is hidden by an empty folder
+    with hsx_running(job.loaded.path, "run") as running:
+        assert running.wait() == ExitCode.DONE, running.error()
+    (lost,) = running.events("root.lost")
+    assert (lost["root"], "is not the root it was" in lost["message"]) == ("b", True)
+    assert homes(job) == {"b": 6, "a": 6}
+    unmount(tmp_path / "root-b")
     complete(job)
 
 

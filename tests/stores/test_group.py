@@ -18,7 +18,7 @@ from hsx.core.spec import CaptureSpec
 from hsx.errors import RunError
 from hsx.stores.bfloat16 import BFloat16
 from hsx.stores.group import create_store, open_store, read_final_norm, record_final_norm
-from hsx.stores.root import attach_roots
+from hsx.stores.root import attach_roots, usable_roots
 from hsx.stores.view import UnionView
 from hsx.testing.stores import build_store, payload, random_states
 
@@ -150,6 +150,22 @@ def test_damaged_identity_is_refused(tmp_path: Path) -> None:
     (store.roots[0].folder / "hsx-root.json").write_text("[]")
     with pytest.raises(RunError, match="cannot be read") as error:
         attach_roots(store.info, {"a": tmp_path / "a"})
+    assert error.value.kind == "root_unusable"
+
+
+def test_usable_roots_are_told_from_those_that_are_not(tmp_path: Path) -> None:
+    store = build_store(tmp_path, [random_states(np.random.default_rng(i), 5, 3, 8) for i in range(2)])
+    (tmp_path / "c").mkdir()
+    places = {"a": tmp_path / "a", "b": tmp_path / "a", "c": tmp_path / "c", "d": tmp_path / "nowhere"}
+    usable, missing = usable_roots(store.info, places)
+    assert usable == {"a": tmp_path / "a", "c": tmp_path / "c"}
+    assert {name: error.kind for name, error in missing.items()} == {"b": "root_unusable", "d": "root_unusable"}
+    assert "it is root 'a' of store" in missing["b"].message
+    info, roots = attach_roots(store.info, usable)
+    assert [root.name for root in roots] == ["a", "c"]
+    assert info.roots["b"] == tmp_path / "b", "a root that is missing keeps its place in the store"
+    with pytest.raises(RunError, match=r"no root can be used:\n  root d: .* is not a folder") as error:
+        usable_roots(store.info, {"d": tmp_path / "nowhere"})
     assert error.value.kind == "root_unusable"
 
 
