@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from hsx.core.layout import shard_key
 from hsx.core.placement import RootSpace, Shares
 from hsx.errors import RunError
-from hsx.stores.draining import is_draining
+from hsx.stores.draining import begin_draining, is_draining
 from hsx.stores.durable import root_error, store_error, sync_folder
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.root import MOVING
@@ -77,6 +77,7 @@ class MoveReport:
         damaged: how many of these are missing or damaged.
         damage: (index, what is wrong) of the first `LISTED` of them.
         under_way: shards that the running job is writing there; they were begun before the root took no more.
+        kept: originals of moved samples that could not be removed, as on a disk that turned read-only; they do no harm.
         stopped: it was asked to stop, or the draining was cancelled.
     """
 
@@ -87,6 +88,7 @@ class MoveReport:
     damaged: int = 0
     damage: list[tuple[int, str]] = field(default_factory=list)
     under_way: int = 0
+    kept: int = 0
     stopped: bool = False
 
     @property
@@ -113,7 +115,7 @@ class _Copy:
 
 
 class Mover:
-    """One move. Its caller holds the job's `MOVE_LOCK`, and has marked the root as draining.
+    """One move. Its caller holds the job's `MOVE_LOCK`, and has marked the root as draining, unless it takes no writes at all.
 
     Args:
         info: the store, with all its roots.
@@ -150,6 +152,7 @@ class Mover:
         self._homes = homes
         self._settings = settings or MoveSettings()
         self._asked = stopped
+        self._marked = is_draining(self._folder)
         self._heard = moved
         self._reached = reached
         self._view = UnionView(info)
@@ -185,6 +188,10 @@ class Mover:
     def _pass(self, pool: ThreadPoolExecutor) -> bool:
         """Goes once through all samples of the root; True where there may be more now."""
         after, found, begun = -1, 0, self._progress()
+        if not self._marked:
+            with suppress(RunError):  # the disk was full, and is not any more
+                begin_draining(self._folder, self._source)
+                self._marked = True
         while True:
             if self._stopped():
                 self._report.stopped = True
@@ -388,12 +395,15 @@ class Mover:
         try:
             (self._info.folder(root) / shard_key(index)).unlink(missing_ok=True)
         except OSError as error:
+            if root == self._source:
+                self._report.kept += 1
+                return
             raise root_error(error, root, self._info.folder(root) / shard_key(index)) from error
 
     # --- plumbing
 
     def _stopped(self) -> bool:
-        return self._asked() or not is_draining(self._folder)
+        return self._asked() or (self._marked and not is_draining(self._folder))
 
     def _sync(self, target: str) -> None:
         try:

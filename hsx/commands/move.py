@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from hsx.commands.output import emit, emit_json, plural
 from hsx.config_load import LoadedConfig, load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
-from hsx.locks import MOVE_LOCK, Homes, locked
+from hsx.locks import JOB_LOCK, MOVE_LOCK, Homes, locked
 from hsx.move import Mover, MoveReport, MoveSettings, sweep_copies
 from hsx.progress_view import duration
 from hsx.stores.draining import begin_draining, end_draining, is_draining
@@ -168,7 +168,11 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
             store = open_store(loaded.store)
             require_unsealed(store)  # asked again: nobody can seal it from here on
             info, _ = attach_roots(store, plan.paths)
-            begin_draining(info.folder(plan.source), plan.source)
+            try:
+                begin_draining(info.folder(plan.source), plan.source)
+            except RunError as error:
+                # A failing disk is often read-only by now; then the job cannot write there either.
+                sys.stderr.write(f"hsx: {error.message}; its samples are moved all the same, and their originals stay\n")
         stop = held.enter_context(_asked_to_stop())
         mover = Mover(
             info,
@@ -181,10 +185,19 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
             moved=_Progress(*ledger.tally().get(plan.source, (0, 0))),
         )
         report = mover.run()
-        if report.drained and plan.source not in {root.name for root in loaded.roots}:
-            with homes.held():
-                forget_roots(open_store(loaded.store), [plan.source])
+        if plan.source not in {root.name for root in loaded.roots}:
+            _forget(plan, ledger, homes)
     return report
+
+
+def _forget(plan: _Plan, ledger: MoveLedger, homes: Homes) -> None:
+    """Lets the store forget the root, if it is empty and no run has it still: one that began before the job file was changed may
+    yet commit what it is writing there. The next run does it then.
+    """
+    loaded = plan.loaded
+    with suppress(RunError), locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"), homes.held():
+        if plan.source not in ledger.tally():
+            forget_roots(open_store(loaded.store), [plan.source])
 
 
 def describe(report: MoveReport) -> str:
@@ -197,6 +210,8 @@ def describe(report: MoveReport) -> str:
     lines += [f"damaged: sample {index}: {message}" for index, message in report.damage]
     if report.damaged > len(report.damage):
         lines.append(f"and {report.damaged - len(report.damage)} more damaged samples")
+    if report.kept:
+        lines.append(f"kept   {plural(report.kept, 'original')} that could not be removed; they do no harm")
     if report.under_way:
         lines.append(
             f"the job is still writing {plural(report.under_way, 'shard')} there: call this again once they are committed"

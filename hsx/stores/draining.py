@@ -1,13 +1,14 @@
 """The mark of a root that is being drained: while it is there, the root takes no new shard.
 
-A small file beside the root's identity, so that a running job sees it, and it outlives `hsx move` however that ends.
+An empty file beside the root's identity, so that a running job sees it, and it outlives `hsx move` however that ends.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
-from hsx.stores.durable import root_error, sync_folder, write_file
+from hsx.stores.durable import root_error, sync_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,9 @@ def begin_draining(folder: Path, root: str) -> None:
     if is_draining(folder):
         return
     try:
-        write_file(folder / DRAINING, b"hsx move empties this root: it takes no new shard. hsx move --cancel ends that.\n")
+        # Empty: a full disk has no block left for what it might say.
+        os.close(os.open(folder / DRAINING, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        sync_folder(folder)
     except OSError as error:
         raise root_error(error, root, folder / DRAINING) from error
 

@@ -9,7 +9,7 @@ import pytest
 
 from hsx.cli import main
 from hsx.exit_codes import ExitCode
-from hsx.locks import MOVE_LOCK, locked
+from hsx.locks import JOB_LOCK, MOVE_LOCK, locked
 from hsx.stores.draining import DRAINING, is_draining
 from hsx.stores.group import open_store
 from hsx.testing.jobs import write_job
@@ -62,6 +62,17 @@ def test_a_root_that_left_the_job_file_too_early_can_be_moved(
     assert call(capsys, "move", left.file, "a")[1]["moved"] == 3
     assert list(open_store(left.loaded.store).roots) == ["b"]
     assert call(capsys, "verify", left.file)[0] == ExitCode.DONE
+
+
+def test_a_root_that_a_run_has_still_is_not_forgotten(
+    left: LeftJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, {"roots": [B]})
+    with locked(left.loaded.state_dir / JOB_LOCK, "the job"):  # it began before, and may yet commit there
+        assert call(capsys, "move", left.file, "a")[1]["drained"]
+    assert list(open_store(left.loaded.store).roots) == ["a", "b"]
+    assert call(capsys, "move", left.file, "a")[0] == ExitCode.DONE
+    assert list(open_store(left.loaded.store).roots) == ["b"]
 
 
 def test_text_for_people(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:

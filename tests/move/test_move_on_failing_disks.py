@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hsx.cli import main
+from hsx.exit_codes import ExitCode
+from hsx.stores.draining import begin_draining, is_draining
+from hsx.testing.jobs import write_job
+from hsx.testing.left_job import leave_job
+from hsx.testing.mounts import mount, obstacle, private_mounts
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hsx.testing.moving import MoveBench
 
 PROGRAM = """
@@ -92,6 +101,30 @@ def test_names_that_cannot_be_made_durable_end_the_move(bench: MoveBench) -> Non
     bench.in_order()
 
 
+def test_samples_are_moved_off_a_disk_that_turned_read_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if reason := obstacle():
+        assert os.environ.get("CI") != "true", f"CI runs every test: {reason}"
+        pytest.skip(reason)
+    job = leave_job(tmp_path)
+    roots = [{"name": name, "path": f"root-{name}", "reserve": "0B"} for name in "ab"]
+    write_job(tmp_path, {"roots": roots})
+    folder = tmp_path / "root-a"
+    with private_mounts():
+        mount("--bind", folder, folder)
+        mount("-o", "remount,bind,ro", folder)
+        code = main(["move", job.file, "a", "--json"])
+        captured = capsys.readouterr()
+        report = json.loads(captured.out)
+        assert (code, report["moved"], report["left"], report["kept"]) == (ExitCode.DONE, 3, 0, 3)
+        assert "EROFS" in captured.err
+        assert main(["verify", job.file, "--json"]) == ExitCode.DONE
+    assert len(list(folder.glob("*/c.*"))) == 3
+    capsys.readouterr()
+    # Where the disk can be written again, the originals go.
+    assert main(["move", job.file, "a"]) == ExitCode.DONE
+    assert list(folder.glob("*/c.*")) == []
+
+
 def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> None:
     found = move_with(bench, "pwrite64:error=EIO", "b", path=f"{bench.ledger_path}-wal")
     assert found["error"] == "ledger_failed"
@@ -99,3 +132,8 @@ def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> No
     bench.nothing_lost()
     bench.move("a")
     bench.in_order()
+
+
+def test_a_disk_that_is_full_to_the_last_block_can_be_marked(full_disk: Path) -> None:
+    begin_draining(full_disk, "a")
+    assert is_draining(full_disk)
