@@ -157,7 +157,8 @@ def discard_strays(
 
     A writer killed between rename and commit leaves a shard that no ledger knows; when the sample is extracted again it may go
     to another root. Shards of other samples that are not committed are left: they are replaced, or discarded, once they are.
-    A revoked one is known to be in doubt, and goes even if its sample never comes back.
+    A revoked one is known to be in doubt, and goes even if its sample never comes back. One whose sample is missing on the root
+    where it is committed stays: it may be the only one there is, where a ledger of before a move was put back.
 
     Args:
         roots: the attached roots.
@@ -179,6 +180,8 @@ def discard_strays(
         here = visible(root.folder)
         here = here[here < samples]  # a file may bear any name
         for index in here[((home[here] >= 0) & (home[here] != number)) | doubtful[here]].tolist():
+            if home[index] >= 0 and not (roots[home[index]].folder / shard_key(index)).exists():
+                continue
             root.discard(index)
             removed += 1
     return removed
@@ -281,6 +284,7 @@ def _lay_out(info: StoreInfo, name: str, path: Path) -> None:
         raise RunError("root_unusable", f"root {name}: {path} is not a folder; mount its disk, or make the folder on that disk")
     folder = path / info.store_id
     if (folder / IDENTITY).exists():
+        identify(info, name, folder)  # before anything is changed: it may be another root's, by a slip in the job file
         end_draining(folder, name)
         return
     make_folder(folder)

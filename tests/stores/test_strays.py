@@ -10,6 +10,8 @@ import pytest
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
+from hsx.errors import RunError
+from hsx.stores.draining import begin_draining, is_draining
 from hsx.stores.group import create_store
 from hsx.stores.root import ShardRoot, attach_roots, discard_strays
 from hsx.stores.view import visible
@@ -42,6 +44,24 @@ def test_only_copies_of_samples_committed_elsewhere_go(roots: list[ShardRoot]) -
 def test_a_copy_stays_while_the_root_of_the_committed_one_is_not_attached(roots: list[ShardRoot]) -> None:
     assert discard_strays(roots[:1], [(0, "b")], 4) == 0
     assert visible(roots[0].folder).tolist() == [0, 1, 2]
+
+
+def test_the_only_copy_stays_where_the_committed_one_is_missing(roots: list[ShardRoot]) -> None:
+    roots[0].discard(0)
+    assert discard_strays(roots, [(0, "a"), (1, "a")], 4) == 1
+    assert visible(roots[1].folder).tolist() == [0, 2], "a ledger of before a move was put back: 0 lies on b alone"
+
+
+def test_a_slip_in_the_job_file_ends_no_draining(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    place.mkdir()
+    info = create_store(tmp_path / "store", StoreLayout(4, 10, 2, 8), CaptureSpec((1,), "post_norm"), {})
+    info, (root,) = attach_roots(info, {"a": place})
+    begin_draining(root.folder, "a")
+    with pytest.raises(RunError) as caught:
+        attach_roots(info, {"a": place, "b": place})
+    assert caught.value.kind == "root_unusable"
+    assert is_draining(root.folder)
 
 
 def test_shards_of_revoked_samples_go_on_every_root(roots: list[ShardRoot]) -> None:
