@@ -25,6 +25,7 @@ from hsx.core.placement import RootSpace, Shares
 from hsx.errors import RunError
 from hsx.stores.draining import begin_draining, is_draining
 from hsx.stores.durable import root_error, store_error, sync_folder
+from hsx.stores.group import open_store
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.root import MOVING
 from hsx.stores.shard import PARTIAL
@@ -33,7 +34,7 @@ from hsx.stores.shard_reader import ShardError
 from hsx.stores.view import UnionView, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -169,8 +170,8 @@ class Mover:
         """Moves all that is committed on the root, also what is committed meanwhile.
 
         Raises:
-            RunError: `roots_full` or `root_unusable` where no target can take the next sample; `ledger_failed`,
-                `store_unwritable`. What was moved stays moved.
+            RunError: `roots_full` or `root_unusable` where no target can take the next sample; `config_conflict` where a target
+                was taken out of the store; `ledger_failed`, `store_unwritable`. What was moved stays moved.
         """
         self._clear()
         with ThreadPoolExecutor(self._settings.threads, thread_name_prefix="hsx-move") as pool:
@@ -318,6 +319,7 @@ class Mover:
     def _switch(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """Makes the copies the samples, where the originals still are; returns those."""
         with self._held(), self._ledger.transaction():
+            self._require_known({copy.target for copy in copies})
             ready = []
             for copy in copies:
                 if self._ledger.row(copy.row.index) == copy.row:
@@ -337,6 +339,16 @@ class Mover:
             self._reached("switched")
         self._reached("committed")
         return ready
+
+    def _require_known(self, targets: Collection[str]) -> None:
+        """A run that began without a root in its job file has made the store forget it, if nothing lay there yet."""
+        forgotten = [name for name in targets if name not in open_store(self._info.path).roots]
+        if forgotten:
+            raise RunError(
+                "config_conflict",
+                f"root {forgotten[0]} is none of store {self._info.path} any more: hsx run was started without it in the job "
+                "file; put it back, or move to another one",
+            )
 
     def _in_place(self, copy: _Copy) -> bool:
         """Sees to it that the copy has its final name; False where it is gone.

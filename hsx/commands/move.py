@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         emit_json(report.as_dict())
     else:
         emit(describe(report))
-    if report.stopped:
+    if report.stopped and not report.drained:
         raise RunError(
             "interrupted", f"stopped with {plural(report.left, 'sample')} left on root {plan.source}; the same command goes on"
         )
@@ -102,6 +102,12 @@ def _plan(loaded: LoadedConfig, store: StoreInfo, args: argparse.Namespace) -> _
     if not targets and not args.cancel:
         raise RunError("usage", f"there is no root to move to; expected another one than {args.root!r} in {loaded.path}")
     source = named[args.root].path if args.root in named else store.roots[args.root]
+    for name in () if args.cancel else targets:
+        place, whole = named[name].path.resolve(), source.resolve()
+        if place.is_relative_to(whole) or whole.is_relative_to(place):
+            raise RunError(
+                "usage", f"root {name!r} at {place} is not beside root {args.root!r} at {whole}; expected another disk"
+            )
     return _Plan(
         loaded,
         args.root,
@@ -163,6 +169,7 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
     loaded = plan.loaded
     homes = Homes(loaded.state_dir)
     with ExitStack() as held:
+        stop = held.enter_context(_asked_to_stop())
         with homes.held():  # a run that starts or commits now is waited for: it looks at roots and partial copies, too
             held.enter_context(locked(loaded.state_dir / MOVE_LOCK, f"moving shards of job {loaded.config.job.name}"))
             store = open_store(loaded.store)
@@ -173,7 +180,6 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
             except RunError as error:
                 # A failing disk is often read-only by now; then the job cannot write there either.
                 sys.stderr.write(f"hsx: {error.message}; its samples are moved all the same, and their originals stay\n")
-        stop = held.enter_context(_asked_to_stop())
         mover = Mover(
             info,
             plan.source,
@@ -191,8 +197,9 @@ def _drain(plan: _Plan, ledger: MoveLedger) -> MoveReport:
 
 
 def _forget(plan: _Plan, ledger: MoveLedger, homes: Homes) -> None:
-    """Lets the store forget the root, if it is empty and no run has it still: one that began before the job file was changed may
-    yet commit what it is writing there. The next run does it then.
+    """Lets the store forget the root, if it is empty and no run has it still.
+
+    One that began before the job file was changed may yet commit what it is writing there; the next run does it then.
     """
     loaded = plan.loaded
     with suppress(RunError), locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"), homes.held():

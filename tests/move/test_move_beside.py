@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from hsx.core.marker import Marker
+from hsx.errors import RunError
 from hsx.locks import HOMES_LOCK
 from hsx.ports import Commit, CommittedRow
+from hsx.stores.group import forget_roots
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots, discard_strays
 from hsx.testing.moving import SAMPLES
@@ -163,6 +165,18 @@ def test_a_run_that_starts(bench: MoveBench, beside: RunBeside, step: str, times
     report = bench.move("a", reached=Once(step, times, beside.start))
     assert (report.moved, report.left) == (3, 0)
     bench.in_order()
+
+
+def test_a_run_that_starts_without_the_target_ends_the_move(bench: MoveBench) -> None:
+    """The job file was changed: the new root was taken out of it again, before anything lay there."""
+    (bench.folder / "d").mkdir()
+    info, _ = attach_roots(bench.info, {"d": bench.folder / "d"})
+    bench.info = info
+    forget = Once("named", 1, lambda: forget_roots(info, ["d"]))
+    with pytest.raises(RunError, match=r"config_conflict.*root d is none of store .* any more"):
+        bench.move("a", ["d"], reached=forget)
+    assert bench.homes_now() == {index: "abc"[index % 3] for index in range(SAMPLES)}
+    bench.nothing_lost()
 
 
 @pytest.mark.parametrize("step", CLOSED)

@@ -151,6 +151,16 @@ def test_wrong_roots_are_refused(
     assert expected in said
 
 
+def test_a_root_inside_the_one_that_is_drained_is_refused(
+    left: LeftJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, {"roots": [A, {**B, "path": "root-a/inner"}]})
+    code, _, said = call(capsys, "move", left.file, "a")
+    assert code == ExitCode.REFUSED
+    assert "is not beside root 'a'" in said
+    assert left.shard(0).exists()
+
+
 def test_a_root_that_is_drained_takes_nothing(left: LeftJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "move", left.file, "a")[0] == ExitCode.DONE
     code, _, said = call(capsys, "move", left.file, "b", "--to", "a")

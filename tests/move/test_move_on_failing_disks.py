@@ -38,11 +38,16 @@ except RunError as error:
 """
 
 
-def move_with(bench: MoveBench, inject: str, *targets: str, path: str = "") -> dict[str, Any]:
-    """Moves root a in a process whose system calls fail as `inject` says; on one path only, where one is given."""
+def require_strace() -> None:
+    """Skips a test where there is none."""
     if shutil.which("strace") is None:
         assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
         pytest.skip("needs strace")
+
+
+def move_with(bench: MoveBench, inject: str, *targets: str, path: str = "") -> dict[str, Any]:
+    """Moves root a in a process whose system calls fail as `inject` says; on one path only, where one is given."""
+    require_strace()
     trace = bench.folder / "trace"
     command = ["strace", "-f", "-qq", "-o", str(trace), *(["-P", path] if path else []), "-e", f"inject={inject}"]
     program = [sys.executable, "-B", "-c", PROGRAM, str(bench.folder), *targets]
@@ -132,6 +137,21 @@ def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> No
     bench.nothing_lost()
     bench.move("a")
     bench.in_order()
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_ends_a_move_in_good_order(tmp_path: Path, name: str) -> None:
+    """It comes as the root is marked, before the first sample is looked at."""
+    require_strace()
+    job = leave_job(tmp_path)
+    write_job(tmp_path, {"roots": [{"name": name, "path": f"root-{name}", "reserve": "0B"} for name in "ab"]})
+    mark = job.shard(0).with_name("hsx-draining")
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(mark), "-e", f"inject=openat:signal={name}"]
+    done = subprocess.run([*command, sys.executable, "-m", "hsx", "move", job.file, "a"], check=False, capture_output=True)
+    assert done.returncode == ExitCode.INTERRUPTED, done.stderr.decode()
+    assert b"[interrupted] stopped with 3 samples left on root a; the same command goes on" in done.stderr
+    assert main(["move", job.file, "a"]) == ExitCode.DONE
+    assert main(["verify", job.file]) == ExitCode.DONE
 
 
 def test_a_disk_that_is_full_to_the_last_block_can_be_marked(full_disk: Path) -> None:
