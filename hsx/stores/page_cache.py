@@ -23,27 +23,6 @@ if TYPE_CHECKING:
 
 WORTH_WHILE: Final = 16 << 20
 """Bytes of a file below which `preadv` is as fast: what it copies stays in the processor's caches."""
-_POPULATE_READ, which fails with an errno instead; the caller then reads it with
-`preadv`, and gets the error by its name.
-"""
-
-from __future__ import annotations
-
-import ctypes
-import mmap
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
-
-from hsx.core.layout import PAGE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-WORTH_WHILE: Final = 16 << 20
-"""Bytes of a file below which `preadv` is as fast: what it copies stays in the processor's cache, and a mapping costs something."""
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, Linux 5.14; older kernels answer EINVAL, and everything is read with preadv
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
