@@ -38,6 +38,7 @@ from hsx.stores.ledger_backup import BACKUP_NAME, backed_up, backup
 from hsx.stores.ledger_merge import REBUILT_FROM, Found, Merge
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, translated
+from hsx.stores.root import flush_roots
 from hsx.stores.tokens import TokenTable
 from hsx.tidy import Tidied, tidy
 from hsx.verify import Damage
@@ -134,6 +135,7 @@ def rebuild(loaded: LoadedConfig, *, lost: Sequence[str] = (), watch: Callable[[
     if lost:
         store = forget_roots(store, lost)
     if broken is not None:
+        flush_roots(store)
         report = _build(loaded, store, watch)
         report.kept = _put_aside(path)
         (loaded.state_dir / _DRAFT).rename(path)
@@ -271,6 +273,8 @@ def _fingerprint(loaded: LoadedConfig, store: StoreInfo, samples: TokenTable) ->
     differing = [str(change) for change in changes(samples.dataset, dataset.fingerprint())]
     if loaded.spec != store.spec:
         differing.append(f"capture: the store has {store.spec}; the job file has {loaded.spec}")
+    if loaded.config.storage.codec != store.layout.codec:
+        differing.append(f"storage.codec: the store has {store.layout.codec}; the job file has {loaded.config.storage.codec}")
     if shape.hidden_size != store.layout.hidden_size:
         differing.append(f"model: the store has width {store.layout.hidden_size}; {loaded.model} has {shape.hidden_size}")
     if differing:

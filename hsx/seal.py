@@ -17,6 +17,7 @@ from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.root import flush_roots
 from hsx.stores.seal import SealedArrays, remove_seal, write_seal
 from hsx.verify import verify
 
@@ -79,6 +80,7 @@ def seal(loaded: LoadedConfig, *, partial: bool, read: bool, watch: Callable[[Re
                     f"{counts.pending} of {_samples(counts)} samples are pending; expected every one to be committed or "
                     "quarantined (hsx run goes on; --partial seals what is there)",
                 )
+            flush_roots(info)
             found = verify(info.path, reader, fraction=1.0 if read else 0.0, watch=watch)
             if not found.ok:
                 return SealReport(str(info.path), sealed=False, committed=counts.committed, damage=found)

@@ -375,7 +375,13 @@ class Store:
     def _shard(self, index: int, path: Path) -> ShardFile:
         owner = (self._info.store_id, index) if self._check else None
         tokens = self._table.tokens(index)
-        return ShardFile(path, self._info.layout, tokens, check=self._check, owner=owner, cached=True)
+        shard = ShardFile(path, self._info.layout, tokens, check=self._check, owner=owner, cached=True)
+        if owner is not None and self._sealed is not None and self._info.layout.records and self._sealed.committed[index]:
+            found, sealed = shard.record().crc32c, int(self._sealed.crc32c[index])
+            if found != sealed:  # another attempt's: an older copy of the disk, say
+                shard.close()
+                raise ShardError("record", path, f"says that its payload is {found:08x}; expected {sealed:08x} as sealed")
+        return shard
 
 
 def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:

@@ -212,6 +212,17 @@ def attach_roots(
     return changed, [kind(name, changed.folder(name), changed, direct=direct, durable=durable) for name in roots]
 
 
+def flush_roots(info: StoreInfo) -> None:
+    """Makes durable what a killed run with relaxed durability may have left in the kernel's memory, on each root that is there.
+
+    For commands that read shards and then rely on them for good. Raises RunError `root_unusable`.
+    """
+    for name in info.roots:
+        folder = info.folder(name)
+        if folder.is_dir():
+            ShardRoot(name, folder, info).flush()
+
+
 def usable_roots(info: StoreInfo, roots: Mapping[str, Path]) -> tuple[dict[str, Path], dict[str, RunError]]:
     """For jobs that go on without a root (`storage.on_missing_root`): those that can be attached, and why the others cannot.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hsx.cli import main
+from hsx.config_load import load
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker, parse
 from hsx.errors import RunError
@@ -310,6 +311,14 @@ def test_without_a_copy_the_job_file_has_to_be_the_stores(job: KeptJob) -> None:
         rebuilt(job)
     assert caught.value.kind == "job_changed"
     assert not job.ledger.exists()
+
+
+def test_without_a_copy_the_codec_has_to_be_the_stores(job: KeptJob) -> None:
+    job.ledger.unlink()
+    job.file.write_text(job.file.read_text() + '\n[storage]\ncodec = "zstd"\n')
+    with pytest.raises(RunError, match="the store has none; the job file has zstd") as caught:
+        rebuilt(replace(job, loaded=load(job.file)))
+    assert caught.value.kind == "job_changed"
 
 
 def test_a_run_without_its_ledger_points_to_the_rebuild(job: KeptJob) -> None:

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import zarr
 
+from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import open_store, record_roots, require_unsealed
+from hsx.stores.reader import Store
+from hsx.stores.root import attach_roots
 from hsx.stores.seal import (
     MANIFEST,
     SEAL_ARRAYS,
@@ -23,7 +26,7 @@ from hsx.stores.seal import (
     write_seal,
 )
 from hsx.stores.view import UnionView
-from hsx.testing.stores import BuiltStore, build_store, random_states
+from hsx.testing.stores import RUN, BuiltStore, build_store, payload, random_states
 from hsx.verify import verify
 
 if TYPE_CHECKING:
@@ -49,6 +52,16 @@ def seal(built: BuiltStore) -> None:
 
 def content(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
+
+
+def test_an_older_attempt_of_a_sealed_sample_is_not_read(built: BuiltStore) -> None:
+    older = np.random.default_rng(9)
+    seal(built)
+    _, (root, _) = attach_roots(built.info, built.info.roots)
+    assert Store(built.info.path)[0].hidden_states.shape[0] == LENGTHS[0]
+    root.write(payload(Marker(RUN, 0, 7, LENGTHS[0]), random_states(older, LENGTHS[0], 3, 16)))  # an old copy of its disk
+    with pytest.raises(RunError, match="as sealed"):
+        _ = Store(built.info.path)[0].hidden_states
 
 
 def test_arrays_say_where_each_sample_lies_and_its_checksum(built: BuiltStore) -> None:
