@@ -138,7 +138,7 @@ class Pipeline(Section, frozen=True, kw_only=True):
     dump_deadline_s: Seconds = 30.0
     """Longest time from a 200 answer to its dump."""
     congestion_s: Seconds = 600.0
-    """Longest time without a single dump because the server's queue or the dump directory is full; then the run ends."""
+    """Longest time without a single dump because the server's queue is full; then the run ends."""
     request_slack: Annotated[float, Meta(ge=1)] = 4.0
     """A request may take this many times what `watchdog.slowest_tokens_per_s` gives for the tokens in flight."""
     commit_samples: Positive = 64

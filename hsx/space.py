@@ -215,6 +215,8 @@ class Space:
                 found[name] = (root.free(), self._settings.draining(name))
             except RunError as error:
                 found[name] = (error, False)
+            except OSError as error:
+                found[name] = (RunError("root_unusable", f"root {name} cannot be looked at: {error.strerror}"), False)
         return found
 
     def _spaces(self, pending: dict[str, int], found: dict[str, tuple[int | RunError, bool]]) -> list[RootSpace]:

@@ -30,7 +30,6 @@ JUDGED_BY: Final[dict[str, tuple[str, ...]]] = {
     "canary": ("watchdog.violations",),
     "request_timeout": ("pipeline.request_slack", "watchdog.grace_s", "watchdog.slowest_tokens_per_s"),
     "server_full": ("pipeline.congestion_s",),
-    "staging_full": ("pipeline.congestion_s",),
     "server_start_failed": ("engine.start_timeout_s",),
 }
 """Keys of the job file that decide whether an invariant holds, or an error is met; the others are exact, and have none."""
