@@ -68,7 +68,7 @@ bench: setup  ## benchmarks, as ratios measured in one run; results in build/ben
 
 bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json
 	$(BIN)/python scripts/bench_storage.py
-	$(BIN)/python scripts/bench_commits.py
+	$(BIN)/python scripts/bench_commit.py
 
 bench-ledger: setup  ## the ledger of 10 million samples: start-up, memory, copies; build/bench/ledger.json
 	$(BIN)/python scripts/bench_ledger.py
