@@ -1,5 +1,5 @@
-# One command per chore; CI calls the same ones. Everything is made below this folder (.venv, .venvs, build), except Debian's
-# packages `systemd` and `strace`, which some tests need and scripts/setup_system.sh installs where it may.
+# One command per chore; CI calls the same ones. Everything is made below this folder (.venv, .venvs, build), except some of
+# Debian's packages, which tests need and scripts/setup_system.sh installs where it may.
 
 PYTHON ?= python3
 VENV := .venv
