@@ -97,16 +97,19 @@ def seal(loaded: LoadedConfig, *, partial: bool, read: bool, watch: Callable[[Re
 
 
 def unseal(loaded: LoadedConfig) -> SealReport:
-    """Takes the seal away, and what a seal that was cut short has left. Raises as `seal`."""
-    with _at_rest(loaded) as (info, _):
+    """Takes the seal away, and what a seal that was cut short has left.
+
+    A ledger that is missing or broken does not hinder it: it is built again only once the store may change. Raises as `seal`.
+    """
+    with _at_rest(loaded, ledger_needed=False) as (info, _):
         return _told(remove_seal(info))
 
 
 @contextmanager
-def _at_rest(loaded: LoadedConfig) -> Iterator[tuple[StoreInfo, Path]]:
+def _at_rest(loaded: LoadedConfig, *, ledger_needed: bool = True) -> Iterator[tuple[StoreInfo, Path]]:
     """The store and the ledger of a job that nobody changes meanwhile."""
     name, path = loaded.config.job.name, loaded.state_dir / FILE_NAME
-    if not path.exists():
+    if ledger_needed and not path.exists():
         raise RunError("ledger_failed", f"{path} does not exist; expected the ledger of a job that has been run")
     with (
         locked(loaded.state_dir / JOB_LOCK, f"job {name}"),
@@ -114,8 +117,14 @@ def _at_rest(loaded: LoadedConfig) -> Iterator[tuple[StoreInfo, Path]]:
         locked(loaded.state_dir / MOVE_LOCK, f"moving samples of job {name}"),
     ):
         info = open_store(loaded.store)
-        with LedgerReader(path) as reader:
-            require_run(info, reader.run, path)
+        try:
+            with LedgerReader(path) as reader:
+                run = reader.run
+        except RunError:
+            if ledger_needed:
+                raise
+        else:
+            require_run(info, run, path)
         yield info, path
 
 

@@ -115,6 +115,21 @@ def test_a_store_is_verified_again_from_beside_it(left: LeftJob, capsys: pytest.
     assert left.loaded.store.with_name(f".{left.loaded.store.name}.{STATE}").exists()
 
 
+@pytest.mark.parametrize("content", [None, b"not a ledger"])
+def test_a_seal_is_taken_away_so_that_a_lost_ledger_can_be_built_again(
+    done: LeftJob, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    assert main(["seal", done.file]) == ExitCode.DONE
+    path = done.loaded.state_dir / FILE_NAME
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert "[ledger_failed]" in error(capsys, "seal", done.file)
+    assert "[store_sealed]" in error(capsys, "repair", done.file, "--rebuild-ledger")
+    assert main(["seal", done.file, "--undo"]) == ExitCode.DONE
+    assert report(capsys, "repair", done.file, "--rebuild-ledger")["committed"] == 3
+
+
 def test_a_share_is_read_beside_a_whole_one(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(left.loaded.state_dir / f"{STATE}.lock", "the verification"):
         assert "[job_locked] the verification of store" in error(capsys, "verify", left.file)
