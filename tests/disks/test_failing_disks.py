@@ -91,8 +91,8 @@ def run_until_it_fails(job: TinyJob, server: RunningServer, fail: Callable[[], o
             wait()
             fail()
         assert running.wait() == ExitCode.DONE, running.error()
-    # Want of room takes a root out of service for a while, anything else for the rest of the run. Copies of the ledger that such
-    # a root does not take are told of too, and harm nothing.
+    # Want of room takes a root out of service for a while, anything else for the rest of the run. Copies of the ledger that
+    # such a root does not take are told of too, and harm nothing.
     said = [line["message"] for name in ("root.lost", "error.met") for line in running.events(name)]
     return [message for message in said if not message.startswith("no copy of the ledger")]
 
