@@ -6,7 +6,7 @@ long as possible; the weight keeps a slow disk from holding up the others. Every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,27 +57,21 @@ class Shares:
 
         Of several with equal credit the one with the greatest share takes it, and of those the first in order.
         """
-        fitting = [root for root in roots if root.room >= size]
+        fitting = [(root.name, room, root.speed) for root in roots if (room := root.room) >= size]
         if not fitting:
             return None
-        weights = _weights(fitting)
-        whole = sum(weights)
-        best = fitting[0].name
-        ahead = (float("-inf"), 0.0)
-        for root, weight in zip(fitting, weights, strict=True):
-            credit = self._credit.get(root.name, 0.0) + size * (weight / whole)
-            self._credit[root.name] = credit
+        fastest = max((speed for _, _, speed in fitting if speed is not None), default=1.0)
+        slowest = fastest * SLOWEST
+        # A root of unknown speed counts as the fastest. A shard of no bytes fits a root without room, which must have a share.
+        weights = [max(room, 1) * (fastest if speed is None else max(speed, slowest)) for _, room, speed in fitting]
+        part = size / sum(weights)
+        best, ahead = "", (float("-inf"), 0.0)
+        for (name, _, _), weight in zip(fitting, weights, strict=True):
+            credit = self._credit[name] = self._credit.get(name, 0.0) + part * weight
             if (credit, weight) > ahead:
-                best, ahead = root.name, (credit, weight)
+                best, ahead = name, (credit, weight)
         self._credit[best] -= size
         return best
-
-
-def _weights(roots: Sequence[RootSpace]) -> list[float]:
-    """The shares of roots, not normalised: room times speed. One of unknown speed counts as the fastest."""
-    fastest = max((root.speed for root in roots if root.speed is not None), default=1.0)
-    # A shard of no bytes fits a root without room, which then has no share; it must have some.
-    return [max(root.room, 1) * (fastest if root.speed is None else max(root.speed, fastest * SLOWEST)) for root in roots]
 
 
 class Speed:

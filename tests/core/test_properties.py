@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hsx.core.lifecycle import TRANSITIONS, Event, IllegalTransitionError, State, step
 from hsx.core.marker import Marker, parse
 from hsx.core.pairing import Outstanding, Standing
-from hsx.core.placement import RootSpace, Shares
+from hsx.core.placement import RootSpace, Shares, Speed
 from hsx.core.restart import RestartLimits, RestartPolicy
 
 # --- pairing
@@ -184,3 +184,59 @@ def test_equal_disks_fill_evenly(count: int, size: int, writes: int) -> None:
         roots[name] = replace(roots[name], free=roots[name].free - size)
     rooms = [root.room for root in roots.values()]
     assert max(rooms) - min(rooms) <= size
+
+
+@given(
+    st.lists(st.tuples(st.integers(10_000, 1_000_000), st.sampled_from([None, 1.0, 2.0, 5.0])), min_size=2, max_size=4),
+    st.lists(st.integers(1, 40), min_size=50, max_size=150),
+)
+def test_each_root_gets_its_share_whatever_the_order_of_sizes(disks: list[tuple[int, float | None]], sizes: list[int]) -> None:
+    """Room times speed; no root is ever ahead or behind by more than a few shards."""
+    roots = [RootSpace(str(i), free, 0, 0, speed=speed) for i, (free, speed) in enumerate(disks)]
+    fastest = max((speed for _, speed in disks if speed is not None), default=1.0)
+    weights = {str(i): free * (speed or fastest) for i, (free, speed) in enumerate(disks)}
+    whole = sum(weights.values())
+    shares, taken = Shares(), Counter[str]()
+    for number, size in enumerate(sizes, 1):
+        chosen = shares.choose(roots, size)
+        assert chosen is not None
+        taken[chosen] += size
+        total = sum(sizes[:number])
+        for name, weight in weights.items():
+            assert abs(taken[name] - total * weight / whole) <= len(disks) * max(sizes)
+
+
+@given(st.lists(st.integers(60, 4000), min_size=2, max_size=4), st.lists(st.integers(1, 20), min_size=200, max_size=400))
+def test_unequal_disks_run_full_together(disks: list[int], sizes: list[int]) -> None:
+    """Whenever something still fits, no disk was filled while another was left empty: their filled parts are alike."""
+    roots = {str(i): RootSpace(str(i), free, 0, 0) for i, free in enumerate(disks)}
+    shares = Shares()
+    for size in sizes:
+        chosen = shares.choose(roots.values(), size)
+        if chosen is None or min(root.room for root in roots.values()) < 40:
+            break
+        roots[chosen] = replace(roots[chosen], free=roots[chosen].free - size)
+        # In bytes, a disk is off its share by a few shards at most, which is much of a small disk and little of a large one.
+        used = {name: disks[int(name)] - root.free for name, root in roots.items()}
+        filled = sum(used.values()) / sum(disks)
+        assert all(abs(used[name] - filled * disks[int(name)]) <= 20 * len(disks) for name in roots)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(0, 100)), max_size=30))
+def test_a_speed_lies_between_the_slowest_and_the_fastest_that_was_seen(writes: list[tuple[int, float]]) -> None:
+    speed = Speed()
+    for nbytes, seconds in writes:
+        speed.wrote(nbytes, seconds)
+    rates = [nbytes / seconds for nbytes, seconds in writes if seconds > 0]
+    if speed.bytes_per_s is None:
+        assert not rates
+    elif all(seconds > 0 for _, seconds in writes):
+        assert min(rates) * 0.999 <= speed.bytes_per_s <= max(rates) * 1.001
+
+
+def test_a_speed_forgets() -> None:
+    speed = Speed()
+    speed.wrote(1000, 100.0)
+    for _ in range(100):
+        speed.wrote(1000, 1.0)
+    assert speed.bytes_per_s == pytest.approx(1000, rel=0.1)
