@@ -117,8 +117,10 @@ def repair(
     Raises:
         RunError: `root_unusable` where a root that is not said to be lost is not there, or goes while it is read: what was
             taken back until then stays so. `usage` where a lost root is none of the store's, or is there. `store_sealed`,
-            `job_changed`, `ledger_failed`, `store_invalid`, `store_unwritable`.
+            `job_changed`, `ledger_failed`, `store_invalid`, `store_unwritable`, also for a report file that was
+            full before all was told.
     """
+    lost = list(dict.fromkeys(lost))
     store = open_store(loaded.store)
     require_unsealed(store)
     path = loaded.state_dir / FILE_NAME
@@ -183,6 +185,7 @@ class _Log:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._failed: OSError | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -191,13 +194,25 @@ class _Log:
             raise RunError("usage", f"report {self._path} cannot be written: {error.strerror}") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if self._file is None:
+            return
+        try:
             self._file.close()
+        except OSError as failed:
+            self._failed = self._failed or failed
+        if self._failed is not None and error is None:
+            raise RunError(
+                "store_unwritable",
+                f"report {self._path} cannot be written: {self._failed.strerror}; all was done all the same",
+            )
 
     def add(self, fate: str, **facts: object) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
+        if self._file is not None and self._failed is None:
+            try:
+                self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
+            except OSError as failed:
+                self._failed = failed  # mending goes on: it is not for the report that it is done
 
 
 class _Hands:

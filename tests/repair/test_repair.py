@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +22,6 @@ from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.view import UnionView
 from hsx.testing.kept_job import SAMPLES, KeptJob
 from hsx.verify import KINDS, OF_SHARDS, verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ALL = list(range(SAMPLES))
 
@@ -229,6 +226,22 @@ def test_a_report_that_cannot_be_written_is_refused(job: KeptJob, tmp_path: Path
     with at_rest(job.loaded), pytest.raises(RunError, match="cannot be written") as caught:
         repair(job.loaded, report=tmp_path / "none" / "report.jsonl")
     assert caught.value.kind == "usage"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_report_that_fills_its_disk_keeps_nothing_from_being_mended(job: KeptJob) -> None:
+    job.shard(3).unlink()
+    with at_rest(job.loaded), pytest.raises(RunError, match="No space left on device; all was done") as caught:
+        repair(job.loaded, report=Path("/dev/full"))
+    assert caught.value.kind == "store_unwritable"
+    assert job.state()["pending"] == [3]
+    assert mended(job)
+
+
+def test_a_root_that_is_said_to_be_lost_twice_is_lost_once(job: KeptJob) -> None:
+    shutil.rmtree(job.file.parent / "root-b")
+    with at_rest(job.loaded):
+        assert repair(job.loaded, lost=["b", "b"]).lost == {"b": 6}
 
 
 def test_the_command_prints_what_it_did(job: KeptJob, capsys: pytest.CaptureFixture[str]) -> None:
