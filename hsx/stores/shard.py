@@ -126,10 +126,8 @@ class ShardWriter:
     def _fill(self, fd: int, payload: Payload) -> tuple[int, int]:
         """Writes blocks and tail; returns the crc32c of the payload and the size of the file."""
         layout = self._layout
-        chunks = layout.chunks(payload.marker.tokens)
-        given = payload.crcs if layout.chunk_tokens == CHUNK_TOKENS and len(payload.crcs) == chunks else ()
         rows = payload.states.reshape(-1).view(np.uint8)
-        crcs = list(given) or [crc32c(rows[at : at + layout.chunk_bytes]) for at in range(0, rows.size, layout.chunk_bytes)]
+        crcs, crc = judged_crcs(payload, layout)
         if self._codec is None:
             # O_DIRECT needs pages on both sides; without it, what is not copied can begin anywhere.
             straight = not self._direct or (rows.ctypes.data % PAGE == 0 and layout.chunk_bytes % PAGE == 0)
@@ -139,9 +137,6 @@ class ShardWriter:
         else:
             scratch = self._scratch(straight=False)
             entries, last, end = self._compressed(fd, rows, scratch)
-        crc = crcs[0]
-        for chunk in range(1, chunks):
-            crc = combine(crc, crcs[chunk], min(layout.chunk_bytes, rows.size - chunk * layout.chunk_bytes))
         tail = scratch.tail
         write_tail(tail, layout, self._record(payload, crc), entries)
         return crc, write_all(fd, [*last, tail.data], end)
@@ -235,6 +230,18 @@ def make_record(payload: Payload, store: str, spec: CaptureSpec, hidden_size: in
         hidden_size=hidden_size,
         crc32c=crc,
     )
+
+
+def judged_crcs(payload: Payload, layout: StoreLayout) -> tuple[list[int], int]:
+    """The crc32c of each inner chunk's rows, and of all: those of the bytes that were judged, where they are known."""
+    chunks = layout.chunks(payload.marker.tokens)
+    given = payload.crcs if layout.chunk_tokens == CHUNK_TOKENS and len(payload.crcs) == chunks else ()
+    rows = payload.states.reshape(-1).view(np.uint8)
+    crcs = list(given) or [crc32c(rows[at : at + layout.chunk_bytes]) for at in range(0, rows.size, layout.chunk_bytes)]
+    crc = crcs[0]
+    for chunk in range(1, chunks):
+        crc = combine(crc, crcs[chunk], min(layout.chunk_bytes, rows.size - chunk * layout.chunk_bytes))
+    return crcs, crc
 
 
 def write_tail(tail: NDArray[np.uint8], layout: StoreLayout, record: ShardRecord, entries: list[tuple[int, int]]) -> None:

@@ -19,10 +19,9 @@ from zarr.storage import MemoryStore
 from hsx.core.layout import ENTRY_BYTES, PAGE, round_up, shard_key
 from hsx.stores import metadata
 from hsx.stores.bfloat16 import Buffer
-from hsx.stores.checksum import crc32c
 from hsx.stores.durable import write_all
 from hsx.stores.root import ShardRoot
-from hsx.stores.shard import ShardWriter, make_record, write_tail
+from hsx.stores.shard import ShardWriter, judged_crcs, make_record, write_tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +59,7 @@ class ZarrShardWriter(ShardWriter):
         blocks, index = shard[: -layout.index_bytes], shard[-layout.index_bytes :]
         chunks = layout.chunks(payload.marker.tokens)
         entries = index[: chunks * ENTRY_BYTES].view("<u8").reshape(-1, 2)
-        crc = crc32c(payload.states.reshape(-1).view(np.uint8))
+        _, crc = judged_crcs(payload, layout)
         tail = np.empty(layout.tail_bytes, np.uint8)
         record = make_record(payload, self._store, self._spec, layout.hidden_size, crc)
         write_tail(tail, layout, record, [(offset, nbytes) for offset, nbytes in entries.tolist()])

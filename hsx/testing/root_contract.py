@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,7 +24,7 @@ from hsx.ports import Payload
 from hsx.stores.checksum import crc32c, ids_digest
 from hsx.stores.group import create_store
 from hsx.stores.root import attach_roots
-from hsx.stores.shard_reader import ShardFile, read_record
+from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.testing.stores import EPOCH, RUN, payload, random_bits, random_states
 
 if TYPE_CHECKING:
@@ -126,6 +126,22 @@ class RootContract:
             found, crc = shard.read_all()
         assert np.array_equal(found, states)
         assert crc == receipt.crc32c
+
+    def test_bytes_that_change_after_they_were_judged_contradict_their_shard(self, made: Made, tmp_path: Path) -> None:
+        """What is committed is what was judged; other bytes are found by whoever proves the shard."""
+        layout = made.info.layout
+        states = random_states(np.random.default_rng(4), 100, layout.states, layout.hidden_size)
+        judged = as_dump(states, tmp_path)
+        changed = states.copy()
+        changed[70, 0, 0] ^= 1
+        receipt = made.root.write(replace(judged, states=changed, source=None))
+        assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
+        with ShardFile(made.shard(), layout, 100) as shard:
+            try:
+                _, crc = shard.read_all()
+            except ShardError:
+                return
+        assert crc != receipt.crc32c
 
     def test_the_shard_says_whose_it_is(self, made: Made, tmp_path: Path) -> None:
         """Its record has all that a lost ledger would need."""
