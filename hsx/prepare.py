@@ -13,6 +13,7 @@ from hsx.index import build_index, recorded_bad_rows
 from hsx.model_config import model_fingerprint, read_model_shape
 from hsx.stores import ledger
 from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store, refuse_populated, require_run, require_unsealed
+from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, translated
 from hsx.stores.tokens import TokenTable
@@ -90,6 +91,7 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
             )
         store = open_store(loaded.store)
         require_run(store, run, path)
+        refuse_copy(path)
         require_unsealed(store)
         return OpenJob(loaded.spec, shape, store, TokenTable(loaded.store), path)
     refuse_populated(loaded.store)

@@ -34,7 +34,7 @@ from hsx.repair import LISTED, present_roots
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import StoreInfo, forget_roots, open_store, record_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger, create, new_run
-from hsx.stores.ledger_backup import BACKUP_NAME, backed_up, backup
+from hsx.stores.ledger_backup import BACKED_UP, BACKUP_NAME, backed_up, backup
 from hsx.stores.ledger_merge import REBUILT_FROM, Found, Merge
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, translated
@@ -190,11 +190,13 @@ def _broken(path: Path, store: StoreInfo) -> str | None:
         return str(verdict)
     try:
         with LedgerReader(path) as reader:
-            run, source = reader.run, reader.fact(REBUILT_FROM)
+            run, source, copied = reader.run, reader.fact(REBUILT_FROM), reader.fact(BACKED_UP)
     except RunError as error:
         return error.message
     except (KeyError, ValueError) as error:
         return f"its facts cannot be read: {type(error).__name__}: {error}"
+    if copied is not None:
+        return "it is a copy of an earlier one"
     if source == store.run and run != store.run:
         return None
     whose = "" if run == store.run else f", of run {run}, where the store is of run {store.run}"

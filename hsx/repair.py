@@ -22,6 +22,7 @@ from hsx.errors import RunError
 from hsx.stores.durable import root_error
 from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import ShardRoot, attach_roots, identify
@@ -126,6 +127,7 @@ def repair(
     path = loaded.state_dir / FILE_NAME
     with LedgerReader(path) as reader:
         require_run(store, reader.run, path)
+        refuse_copy(path)
         store = present_roots(store, {root.name: root.path for root in loaded.roots}, lost, dry_run=dry_run)
         with _Log(report) as log, _Hands(store, path, RepairReport(str(store.path), dry_run), log) as hands:
             for name in lost:

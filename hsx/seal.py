@@ -15,6 +15,7 @@ from hsx.errors import RunError
 from hsx.locks import JOB_LOCK, MOVE_LOCK, locked, store_lock
 from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import flush_roots
@@ -125,6 +126,8 @@ def _at_rest(loaded: LoadedConfig, *, ledger_needed: bool = True) -> Iterator[tu
                 raise
         else:
             require_run(info, run, path)
+            if ledger_needed:
+                refuse_copy(path)
         yield info, path
 
 

@@ -22,6 +22,7 @@ from hsx.progress_view import duration
 from hsx.stores.draining import begin_draining, end_draining, is_draining
 from hsx.stores.durable import root_error
 from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
+from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_move import MoveLedger
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import attach_roots
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     store = open_store(loaded.store)
     with MoveLedger(ledger) as moving:
         require_run(store, moving.run, ledger)
+        refuse_copy(ledger)
         plan = _plan(loaded, store, args)
         if args.cancel:
             return _cancel(plan, store, as_json=args.json)

@@ -14,6 +14,7 @@ from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
 from hsx.stores.group import open_store, require_unsealed
 from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     # A running job holds its samples by state in memory: it must not be changed under it.
     with locked(loaded.state_dir / JOB_LOCK, f"job {loaded.config.job.name}"):
         require_unsealed(open_store(loaded.store))
+        refuse_copy(path)
         return _requeue(path, None if args.all else args.indices, args.json)
 
 

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from hsx.errors import RunError
@@ -95,3 +96,20 @@ def backed_up(path: Path) -> float:
     with closing(connect(path, read_only=True)) as db, translated(path):
         row = db.execute("SELECT value FROM meta WHERE key = ?", (BACKED_UP,)).fetchone()
     return 0.0 if row is None else float(row[0])
+
+
+def refuse_copy(ledger: Path) -> None:
+    """Refuses a ledger that is a copy, put in its place by hand: it does not know what was done since.
+
+    Attempts would be counted again from where it stands, and markers used twice; shards would be missing that were moved.
+
+    Raises RunError `ledger_failed`.
+    """
+    at = backed_up(ledger)
+    if at:
+        when = datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="seconds")
+        raise RunError(
+            "ledger_failed",
+            f"ledger {ledger} is a copy of how it was at {when}; expected the ledger itself, which knows what was done since: "
+            "leave copies on the roots, and have it built again with hsx repair JOB --rebuild-ledger",
+        )

@@ -24,7 +24,7 @@ from hsx.rebuild import RebuildReport, rebuild
 from hsx.repair import repair
 from hsx.stores.group import open_store, record_run
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.ledger_backup import BACKUP_NAME
+from hsx.stores.ledger_backup import BACKUP_NAME, backup
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import SCHEMA_VERSION
 from hsx.testing.kept_job import SAMPLES, KeptJob
@@ -325,6 +325,32 @@ def test_a_run_without_its_ledger_points_to_the_rebuild(job: KeptJob) -> None:
     job.ledger.unlink()
     with pytest.raises(RunError, match="--rebuild-ledger"):
         prepare(job.loaded, lambda _rows, _tokens: None)
+
+
+def test_a_copy_that_was_put_back_by_hand_is_no_ledger(job: KeptJob, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(job.loaded.store)
+    asyncio.run(take_back(job, [0]))
+    assert backup(job.ledger, {"a": store.folder("a")}) == {"a": None}
+    assert job.extract() == [0], "which the copy does not know"
+    shutil.copyfile(store.folder("a") / BACKUP_NAME, job.ledger)
+    for name in ("-wal", "-shm"):
+        job.ledger.with_name(job.ledger.name + name).unlink(missing_ok=True)
+    with pytest.raises(RunError, match="is a copy of how it was at") as caught:
+        prepare(job.loaded, lambda _rows, _tokens: None)
+    assert caught.value.kind == "ledger_failed"
+    for command in (["repair"], ["move", "a"], ["seal"]):
+        assert main([command[0], str(job.file), *command[1:]]) != ExitCode.DONE
+        assert "[ledger_failed]" in capsys.readouterr().err
+    report = rebuilt(job)
+    assert (report.committed, report.copy) == (SAMPLES, str(store.folder("a") / BACKUP_NAME))
+    assert job.wrong() == []
+    prepare(job.loaded, lambda _rows, _tokens: None)
+
+
+async def take_back(job: KeptJob, indices: list[int]) -> None:
+    ledger = SqliteLedger(job.ledger)
+    await ledger.requeue_damaged(indices, "missing", "for the test")
+    await ledger.close()
 
 
 def test_the_command_prints_what_it_was_made_of(job: KeptJob, capsys: pytest.CaptureFixture[str]) -> None:
