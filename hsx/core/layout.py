@@ -30,7 +30,7 @@ NAN_BITS: Final = 0x7FC0
 CODECS: Final = ("none", "blosc", "zstd")
 """What may compress inner chunks; how, says `hsx.stores.codec`."""
 _RECORD_BYTES: Final = 640
-_KEY = re.compile(r"c\.(0|[1-9][0-9]*)\.0\.0\.0")
+_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0\.0\.0")  # an int64
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -49,7 +49,8 @@ def test_key_names_its_sample(index: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["zarr.json", "c.1.0.0.0.hsx1-deadbeef-1-1-5.partial", "c.01.0.0.0", "c.1.0.0", "hsx-root.json"]
+    "name",
+    ["zarr.json", "c.1.0.0.0.hsx1-deadbeef-1-1-5.partial", "c.01.0.0.0", "c.1.0.0", f"c.1{'0' * 18}.0.0.0", "hsx-root.json"],
 )
 def test_other_names_are_no_shards(name: str) -> None:
     assert index_of_key(name) is None
