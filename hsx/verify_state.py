@@ -30,6 +30,10 @@ FILE_NAME: Final = "verify.json"
 RECORD: Final = np.dtype([("index", "<u8"), ("digest", "<u4")])
 FLUSH_RECORDS: Final = 256
 FLUSH_S: Final = 5.0
+MARGIN_S: Final = 60.0
+"""A commit bears the time at which its transaction began, and clocks step back: so much earlier than the verification began is
+what it vouches for.
+"""
 
 
 def state_beside(store: Path) -> Path:
@@ -139,7 +143,7 @@ class VerifyState:
         before = self._past.sound_until
         continuous = since is None or (before is not None and since <= before)
         with suppress(OSError):
-            self._write(self.began if sound and continuous else before, None)
+            self._write(self.began - MARGIN_S if sound and continuous else before, None)
             self._proved_path.unlink(missing_ok=True)
 
     def _load(self, samples: int) -> None:
