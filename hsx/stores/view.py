@@ -72,7 +72,8 @@ class UnionView:
                 self.link(index, root)
                 made += 1
         shown = self.indices()
-        for index in shown[~np.isin(shown, np.flatnonzero(known))].tolist():
+        beyond = shown >= known.size  # a link may bear any name
+        for index in shown[beyond | ~known[np.minimum(shown, known.size - 1)]].tolist():
             if self.target(index) is not None:
                 self._unlink(index)
                 made += 1
