@@ -16,8 +16,8 @@ from hsx.stores.reader import Store
 from hsx.stores.shard_reader import ShardError, read_record
 from hsx.stores.view import visible
 from hsx.verify import Reading
-from hsx.verify_readers import RootReaders
-from hsx.verify_shard import Expected, ShardProver
+from hsx.verify.readers import RootReaders
+from hsx.verify.shard import Expected, ShardProver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,9 +21,9 @@ from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.verify import VerifyReport, verify
-from hsx.verify_hf import TOLERANCE, HfReport, against_hf, require_model
-from hsx.verify_state import FILE_NAME as STATE_NAME
-from hsx.verify_state import VerifyState, read_past, state_beside
+from hsx.verify.against_hf import TOLERANCE, HfReport, against_hf, require_model
+from hsx.verify.state import FILE_NAME as STATE_NAME
+from hsx.verify.state import VerifyState, read_past, state_beside
 
 if TYPE_CHECKING:
     import argparse

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ChangingRows:
-    """Implements `hsx.verify_sources.Rows`.
+    """Implements `hsx.verify.sources.Rows`.
 
     Args:
         rows: what is read at the beginning.

@@ -26,8 +26,8 @@ from hsx.testing.idle_server import record_of
 from hsx.testing.left_job import LeftJob, leave_job
 from hsx.testing.stores import EPOCH
 from hsx.verify import Reading, verify
-from hsx.verify_state import FILE_NAME as STATE
-from hsx.verify_state import MARGIN_S, VerifyState
+from hsx.verify.state import FILE_NAME as STATE
+from hsx.verify.state import MARGIN_S, VerifyState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

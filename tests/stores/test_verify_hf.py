@@ -15,7 +15,7 @@ from hsx.core.spec import CaptureSpec, FinalState
 from hsx.errors import RunError
 from hsx.testing.stores import BuiltStore, build_store
 from hsx.testing.tiny_models import LAYERS, make
-from hsx.verify_hf import TOLERANCE, HfModel, HfReport, against_hf, choose
+from hsx.verify.against_hf import TOLERANCE, HfModel, HfReport, against_hf, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import pytest
 from hsx.errors import RunError
 from hsx.testing.stores import BuiltStore, build_store, random_states
 from hsx.verify import Reading, VerifyReport, verify
-from hsx.verify_state import MARGIN_S, RECORD, VerifyState, read_past, state_beside
+from hsx.verify.state import MARGIN_S, RECORD, VerifyState, read_past, state_beside
 
 if TYPE_CHECKING:
     from pathlib import Path

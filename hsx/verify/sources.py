@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hsx.core.layout import shard_key
-from hsx.verify_shard import Expected
+from hsx.verify.shard import Expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -25,7 +25,7 @@ from hsx.core.spec import BF16_BYTES
 from hsx.errors import RunError
 from hsx.stores.checksum import ids_digest
 from hsx.stores.shard_reader import ShardError, ShardFile, read_record
-from hsx.verify_content import ContentJudge
+from hsx.verify.content import ContentJudge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,20 +18,18 @@ from hsx.errors import RunError
 from hsx.stores.reader import Store
 from hsx.stores.seal import manifest_faults, read_seal
 from hsx.stores.view import UnionView, visible
-from hsx.verify_readers import RootReaders
-from hsx.verify_report import KINDS, LISTED, OF_SHARDS, Damage, Reading, VerifyReport
-from hsx.verify_shard import Expected, Finding, Proof, ShardProver
-from hsx.verify_sources import Folders, LedgerSource, SealSource, ViewSource, rows_of
+from hsx.verify.readers import RootReaders
+from hsx.verify.report import LISTED, Damage, Reading, VerifyReport
+from hsx.verify.shard import Expected, Finding, Proof, ShardProver
+from hsx.verify.sources import Folders, LedgerSource, SealSource, ViewSource, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
     from hsx.ports import CommittedRow
-    from hsx.verify_sources import Rows, Source
-    from hsx.verify_state import VerifyState
-
-__all__ = ["KINDS", "LISTED", "OF_SHARDS", "Damage", "Reading", "VerifyReport", "verify"]
+    from hsx.verify.sources import Rows, Source
+    from hsx.verify.state import VerifyState
 
 SETTLE_S: Final = 1.0
 """A link follows its commit at once; one that is not there is looked for again after this."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.stores.group import StoreInfo
-    from hsx.verify_shard import Expected
+    from hsx.verify.shard import Expected
 
 FORMAT: Final = "hsx-verify-1"
 FILE_NAME: Final = "verify.json"
