@@ -17,12 +17,13 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
 
 from hsx.core.layout import shard_key
-from hsx.core.placement import RootSpace, Shares
 from hsx.errors import RunError
+from hsx.move_report import LISTED, MoveReport
+from hsx.move_targets import Targets
 from hsx.stores.draining import begin_draining, is_draining
 from hsx.stores.durable import root_error, store_error, sync_folder
 from hsx.stores.group import open_store
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from hsx.stores.ledger_move import MoveLedger
 
 Step = Literal["copied", "linked", "named", "shown", "switched", "committed", "tidied", "discarded"]
-LISTED: Final = 1000
-"""So many damaged samples are listed; all are counted."""
 CHUNK: Final = 256
 """Samples that are looked up in one go."""
 
@@ -64,42 +63,6 @@ class MoveSettings:
     batch_samples: int = 64
     batch_bytes: int = 1 << 30
     reserves: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class MoveReport:
-    """What a move did.
-
-    Attributes:
-        root: the root that is drained.
-        moved: samples that lie elsewhere now.
-        nbytes: bytes of their shards.
-        left: committed samples that lie on `root` still.
-        damaged: how many of these are missing or damaged.
-        damage: (index, what is wrong) of the first `LISTED` of them.
-        under_way: shards that the running job is writing there; they were begun before the root took no more.
-        kept: originals of moved samples that could not be removed, as on a disk that turned read-only; they do no harm.
-        stopped: it was asked to stop, or the draining was cancelled.
-    """
-
-    root: str
-    moved: int = 0
-    nbytes: int = 0
-    left: int = 0
-    damaged: int = 0
-    damage: list[tuple[int, str]] = field(default_factory=list)
-    under_way: int = 0
-    kept: int = 0
-    stopped: bool = False
-
-    @property
-    def drained(self) -> bool:
-        """No committed sample lies there."""
-        return self.left == 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {"drained": self.drained, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +111,15 @@ class Mover:
         self._info = info
         self._source = source
         self._folder = info.folder(source)
-        self._targets = {name: info.folder(name) for name in targets}
         self._ledger = ledger
         self._homes = homes
         self._settings = settings or MoveSettings()
+        self._targets = Targets(source, {name: info.folder(name) for name in targets}, self._settings.reserves)
         self._asked = stopped
         self._marked = is_draining(self._folder)
         self._heard = moved
         self._reached = reached
         self._view = UnionView(info)
-        self._shares = Shares()
-        self._lost: dict[str, RunError] = {}
         self._broken: set[int] = set()
         self._left_alone = 0  # samples that were revoked while they were copied
         self._renamed: set[str] = set()
@@ -209,7 +170,7 @@ class Mover:
         return found > 0
 
     def _progress(self) -> tuple[int, ...]:
-        return (self._report.moved, self._report.damaged, len(self._lost), self._left_alone)
+        return (self._report.moved, self._report.damaged, self._targets.lost, self._left_alone)
 
     def _batch(self, after: int) -> list[CommittedRow]:
         rows = self._ledger.page(self._source, after, self._settings.batch_samples)
@@ -244,20 +205,14 @@ class Mover:
 
     def _copy(self, pool: ThreadPoolExecutor, rows: Sequence[CommittedRow]) -> list[_Copy]:
         """Copies a batch, as far as targets and originals allow."""
-        free = {name: self._free(name) for name in self._targets if name not in self._lost}
-        booked = dict.fromkeys(free, 0)
+        self._targets.look()
         futures: list[tuple[CommittedRow, str, Future[Path]]] = []
         for row in rows:
-            spaces = [
-                RootSpace(name, free[name], self._settings.reserves.get(name, 0), booked[name], usable=name not in self._lost)
-                for name in free
-            ]
-            target = self._shares.choose(spaces, row.nbytes)
+            target = self._targets.place(row.nbytes)
             if target is None:
                 if futures:
                     break  # what fits is moved; the next batch tells
-                raise self._no_room(spaces, row.nbytes)
-            booked[target] += row.nbytes
+                raise self._targets.no_room(row.nbytes)
             futures.append((row, target, pool.submit(self._copier, row, target)))
         copies = []
         for row, target, future in futures:
@@ -272,7 +227,7 @@ class Mover:
             except CopyStoppedError:
                 pass
             except RunError as error:
-                self._lost.setdefault(target, error)
+                self._targets.failed(target, error)
         return copies
 
     def _copier(self, row: CommittedRow, target: str) -> Path:
@@ -287,23 +242,6 @@ class Mover:
         if len(self._report.damage) < LISTED:
             self._report.damage.append((row.index, error.message))
 
-    def _free(self, name: str) -> int:
-        try:
-            stat = os.statvfs(self._targets[name])
-        except OSError as error:
-            self._lost[name] = root_error(error, name, self._targets[name])
-            return 0
-        return stat.f_bavail * stat.f_frsize
-
-    def _no_room(self, spaces: Sequence[RootSpace], nbytes: int) -> RunError:
-        rooms = "; ".join(f"{space.name}: {max(space.room, 0)} bytes of room" for space in spaces if space.usable)
-        reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
-        full = rooms or any(error.kind == "roots_full" for error in self._lost.values())
-        return RunError(
-            "roots_full" if full else "root_unusable",
-            f"no root can take a shard of {nbytes} bytes from root {self._source} ({rooms or 'none is left'}){reasons}",
-        )
-
     # --- the change of homes
 
     def _name(self, copies: Sequence[_Copy]) -> None:
@@ -313,7 +251,7 @@ class Mover:
                 os.link(copy.partial, copy.final)
                 self._reached("linked")
         for target in {copy.target for copy in copies}:
-            self._sync(target)
+            self._targets.sync(target)
         self._reached("named")
 
     def _switch(self, copies: Sequence[_Copy]) -> list[_Copy]:
@@ -329,12 +267,12 @@ class Mover:
                     self._left_alone += 1
                     self._clear_stray(copy.target, copy.row.index)
             for target in self._renamed:
-                self._sync(target)
+                self._targets.sync(target)
             self._renamed.clear()
             for copy in ready:
                 self._view.link(copy.row.index, copy.target)
                 self._reached("shown")
-            for target in self._targets:
+            for target in self._targets.names:
                 self._ledger.rehome([copy.row.index for copy in ready if copy.target == target], target)
             self._reached("switched")
         self._reached("committed")
@@ -386,7 +324,7 @@ class Mover:
         """Removes partial copies, and shards of samples that lie elsewhere by the ledger, on every root that is mounted."""
         for name in self._info.roots:
             folder = self._info.folder(name)
-            if name not in self._targets and name != self._source and not folder.is_dir():
+            if name not in self._targets.names and name != self._source and not folder.is_dir():
                 continue
             sweep_copies(folder)
             here = visible(folder).tolist()
@@ -415,13 +353,14 @@ class Mover:
     # --- plumbing
 
     def _stopped(self) -> bool:
-        return self._asked() or (self._marked and not is_draining(self._folder))
+        return self._asked() or (self._marked and self._cancelled())
 
-    def _sync(self, target: str) -> None:
+    def _cancelled(self) -> bool:
+        """Whether the mark was taken away: a failing disk that does not tell is drained on."""
         try:
-            sync_folder(self._targets[target])
-        except OSError as error:
-            raise RunError("root_unusable", root_error(error, target, self._targets[target]).message) from error
+            return not is_draining(self._folder)
+        except OSError:
+            return False
 
     def _sync_view(self) -> None:
         try:

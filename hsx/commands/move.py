@@ -17,7 +17,7 @@ from hsx.config_load import LoadedConfig, load
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, MOVE_LOCK, Homes, locked
-from hsx.move import Mover, MoveReport, MoveSettings, sweep_copies
+from hsx.move import Mover, MoveSettings, sweep_copies
 from hsx.progress_view import duration
 from hsx.stores.draining import begin_draining, end_draining, is_draining
 from hsx.stores.durable import root_error
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
     from pathlib import Path
+
+    from hsx.move_report import MoveReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,10 @@ def _plan(loaded: LoadedConfig, store: StoreInfo, args: argparse.Namespace) -> _
 
 
 def _drained(store: StoreInfo, name: str) -> bool:
-    return name in store.roots and is_draining(store.folder(name))
+    """Whether a root is marked; one whose disk does not tell is met, and named, when it is to be used."""
+    with suppress(OSError):
+        return name in store.roots and is_draining(store.folder(name))
+    return False
 
 
 def _cancel(plan: _Plan, store: StoreInfo, *, as_json: bool) -> int:
@@ -153,7 +158,7 @@ def _forecast(plan: _Plan, store: StoreInfo, tally: dict[str, tuple[int, int]], 
     lines = [f"root {plan.source} holds {plural(samples, 'committed sample')}, {nbytes} bytes"]
     lines += [f"root {name} has room for {free} bytes beyond its reserve" for name, free in room.items()]
     lines.append("they fit" if fits else f"they do not fit: {nbytes - sum(room.values())} bytes of room are missing")
-    if samples and is_draining(store.folder(plan.source)):
+    if samples and _drained(store, plan.source):
         lines.append("a move of this root was begun")
     emit("\n".join(lines))
     return ExitCode.DONE

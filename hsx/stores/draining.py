@@ -17,15 +17,15 @@ DRAINING: Final = "hsx-draining"
 
 
 def is_draining(folder: Path) -> bool:
-    """Whether the root whose shards lie in `folder` is being drained, or was."""
+    """Whether the root whose shards lie in `folder` is being drained, or was. Raises OSError where its disk does not say."""
     return (folder / DRAINING).exists()
 
 
 def begin_draining(folder: Path, root: str) -> None:
     """Marks a root, durably. Idempotent. Raises RunError `root_unusable` or `roots_full`."""
-    if is_draining(folder):
-        return
     try:
+        if is_draining(folder):
+            return
         # Empty: a full disk has no block left for what it might say.
         os.close(os.open(folder / DRAINING, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
         sync_folder(folder)

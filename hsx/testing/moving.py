@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hsx.move import MoveReport, Step
+    from hsx.move import Step
+    from hsx.move_report import MoveReport
     from hsx.ports import CommittedRow
 
 SAMPLES = 9

@@ -13,7 +13,7 @@ import pytest
 
 from hsx.cli import main
 from hsx.exit_codes import ExitCode
-from hsx.stores.draining import begin_draining, is_draining
+from hsx.stores.draining import DRAINING, begin_draining, is_draining
 from hsx.testing.jobs import write_job
 from hsx.testing.left_job import leave_job
 from hsx.testing.mounts import mount, obstacle, private_mounts
@@ -128,6 +128,22 @@ def test_samples_are_moved_off_a_disk_that_turned_read_only(tmp_path: Path, caps
     # Where the disk can be written again, the originals go.
     assert main(["move", job.file, "a"]) == ExitCode.DONE
     assert list(folder.glob("*/c.*")) == []
+
+
+def test_a_source_that_does_not_say_whether_it_is_drained_still_is_drained_on(bench: MoveBench) -> None:
+    mark = bench.info.folder("a") / DRAINING
+    # The first looks of a thread are those that mark the root and begin the move.
+    found = move_with(bench, "newfstatat,stat,statx:error=EIO:when=3+", "b", path=str(mark))
+    assert found == {"moved": 3, "damage": []}
+    bench.in_order()
+
+
+def test_a_root_that_cannot_be_marked_is_unusable(bench: MoveBench) -> None:
+    mark = bench.info.folder("a") / DRAINING
+    found = move_with(bench, "newfstatat,stat,statx:error=EIO", "b", path=str(mark))
+    assert found["error"] == "root_unusable"
+    assert str(mark) in found["message"]
+    bench.in_order()
 
 
 def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> None:
