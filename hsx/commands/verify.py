@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Prints what was found.
 
-    Raises RunError `store_damaged`, exit code 5, where something is damaged, or a sample recomputes otherwise or there is none.
+    Raises RunError `store_damaged`, exit code 5, where something is damaged, or a sample recomputes otherwise or there is none;
+    `interrupted` where Ctrl-C cut the reading short.
     """
     if (args.job is None) == (args.store is None):
         raise RunError("usage", "hsx verify takes either a job file or --store")
@@ -102,18 +103,22 @@ def _verify(
     if args.since is not None:
         after = since(args.since, time.time(), read_past(path, info.store_id).sound_until)
     with _state(args, path, info) as state:
-        report = verify(
-            info.path,
-            reader,
-            fraction=args.fraction,
-            seed=args.seed,
-            threads=args.threads,
-            since=after,
-            cold=args.cold,
-            roots=roots,
-            state=state,
-            watch=ReadingView(sys.stderr),
-        )
+        try:
+            report = verify(
+                info.path,
+                reader,
+                fraction=args.fraction,
+                seed=args.seed,
+                threads=args.threads,
+                since=after,
+                cold=args.cold,
+                roots=roots,
+                state=state,
+                watch=ReadingView(sys.stderr),
+            )
+        except KeyboardInterrupt:
+            goes_on = "" if state is None else "; the same command with --resume goes on, what was proved is noted"
+            raise RunError("interrupted", f"the verification of store {info.path} was stopped{goes_on}") from None
         if state is not None:
             state.finish(sound=report.ok, since=after)
     return report

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -111,6 +114,22 @@ def test_one_that_was_cut_short_goes_on(left: LeftJob, capsys: pytest.CaptureFix
     assert (found["ok"], found["committed"], found["resumed"], found["read"]) == (True, 3, 2, 1)
     assert main(["verify", left.file, "--resume"]) == ExitCode.DONE
     assert "read       3 shards" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize(("arguments", "hint"), [((), True), (("--fraction", "0.9999"), False)])
+def test_ctrl_c_says_how_to_go_on(
+    left: LeftJob, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], hint: bool
+) -> None:
+    """It comes as the first shard is opened."""
+    inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(left.shard(0)), "-e", "inject=openat:signal=INT"]
+    command = [*inject, sys.executable, "-m", "hsx", "verify", left.file, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == ExitCode.INTERRUPTED, done.stderr
+    assert f"[interrupted] the verification of store {left.loaded.store} was stopped" in done.stderr
+    assert ("the same command with --resume goes on" in done.stderr) == hint
+    found = report(capsys, "verify", left.file, "--resume")
+    assert (found["ok"], found["committed"], found["resumed"] + found["read"]) == (True, 3, 3)
 
 
 def test_a_store_is_verified_again_from_beside_it(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
