@@ -193,8 +193,6 @@ def _broken(path: Path, store: StoreInfo) -> str | None:
             run, source, copied = reader.run, reader.fact(REBUILT_FROM), reader.fact(BACKED_UP)
     except RunError as error:
         return error.message
-    except (KeyError, ValueError) as error:
-        return f"its facts cannot be read: {type(error).__name__}: {error}"
     if copied is not None:
         return "it is a copy of an earlier one"
     if source == store.run and run != store.run:

@@ -167,7 +167,8 @@ def require_run(info: StoreInfo, run: str, ledger: Path) -> None:
         raise RunError(
             "job_changed",
             f"store {info.path} belongs to the ledger of run {info.run or 'unknown'}; ledger {ledger} is of run {run}; "
-            "expected them to be of one job: put back the store or the state folder that was exchanged",
+            "expected them to be of one job: put back the store or the state folder that was exchanged; where the ledger was "
+            "being built again, call hsx repair JOB --rebuild-ledger once more, which finishes it",
         )
 
 

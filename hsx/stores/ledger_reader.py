@@ -116,8 +116,14 @@ class LedgerReader:
         self._connection = connect(path, read_only=True)
         with translated(path):
             meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
-        self.run: str = meta["run"]
-        self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
+        try:
+            self.run: str = meta["run"]
+            self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
+        except (KeyError, ValueError) as error:
+            self._connection.close()
+            raise RunError(
+                "ledger_failed", f"ledger {path}: its facts cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
     def __enter__(self) -> Self:
         return self

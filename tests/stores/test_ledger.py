@@ -180,6 +180,21 @@ def test_a_full_disk_under_the_ledger(small_disk: Path) -> None:
     assert not (small_disk / "ledger.sqlite").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("DELETE FROM meta WHERE key = 'run'", "KeyError: 'run'"), ("UPDATE meta SET value = '{'", "JSONDecodeError")],
+)
+def test_a_ledger_without_its_facts_is_explained(tmp_path: Path, change: str, words: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    create(path, new_run(), {}, [1], [])
+    with sqlite3.connect(path) as db:
+        db.execute(change)
+    db.close()
+    with pytest.raises(RunError, match=f"its facts cannot be read: {words}") as caught:
+        LedgerReader(path)
+    assert caught.value.kind == "ledger_failed"
+
+
 def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is missing"):
         SqliteLedger(tmp_path / "none.sqlite")
