@@ -34,23 +34,25 @@ TOKENS: Final = 5
 
 
 class WriterBench:
-    """The bench; `SAMPLES` prompts of `TOKENS` tokens each.
+    """The bench, of prompts of `TOKENS` tokens each.
 
     Args:
         folder: an empty one, for all of it.
         durable: shards and folders are synced by themselves.
+        samples: how many prompts.
+        group_samples: how many are committed at once.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, *, durable: bool = True, samples: int = SAMPLES, group_samples: int = 2) -> None:
         self.folder = folder
         run = new_run()
-        self.layout = StoreLayout(SAMPLES, TOKENS, 2, 8)
-        places = {name: folder / name for name in ("a", "b")}
-        for place in places.values():
+        self.layout = StoreLayout(samples, TOKENS, 2, 8)
+        self.places = {name: folder / name for name in ("a", "b")}
+        for place in self.places.values():
             place.mkdir()
         store = create_store(folder / "store", self.layout, CaptureSpec((1,), "post_norm"), {}, run)
-        info, self.real = attach_roots(store, places, durable=durable)
-        create(folder / "ledger.sqlite", run, {}, [TOKENS] * SAMPLES, [])
+        info, self.real = attach_roots(store, self.places, durable=durable)
+        create(folder / "ledger.sqlite", run, {}, [TOKENS] * samples, [])
         self.ledger = SqliteLedger(folder / "ledger.sqlite")
         self.view = UnionView(info)
         self.roots = {root.name: FailingRoot(root) for root in self.real}
@@ -64,14 +66,14 @@ class WriterBench:
             self._indexed(),
             self.telemetry,
             SystemClock(),
-            WriterSettings(threads=1, group_samples=2, group_seconds=0.01),
+            WriterSettings(threads=1, group_samples=group_samples, group_seconds=0.01),
         )
         self.rng = np.random.default_rng(1)
 
     def _indexed(self) -> TokenTable:
         group = self.folder / "store"
         with TokenTableWriter(group) as writer:
-            for index in range(SAMPLES):
+            for index in range(self.layout.samples):
                 writer.add(Row(f"s{index}", np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.uint8), index + 1))
             writer.finish({}, {})
         return TokenTable(group)
@@ -98,9 +100,9 @@ class WriterBench:
         """The marker of a lease."""
         return Marker(self.ledger.run, lease.sample.index, lease.attempt, TOKENS)
 
-    async def commit(self, lease: Lease, receipt: Receipt) -> bool:
+    async def commit(self, lease: Lease, receipt: Receipt, *, epoch: str = "e", sequence: int = 1) -> bool:
         """Commits one sample."""
-        return await self.writer.commit(Commit(lease, self.marker(lease), "e", 1, receipt, {}, adopted=False))
+        return await self.writer.commit(Commit(lease, self.marker(lease), epoch, sequence, receipt, {}, adopted=False))
 
     async def close(self) -> None:
         """Ends the threads, and closes the ledger."""

@@ -9,25 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hsx.clock import SystemClock
 from hsx.core.epoch import EpochRecord
-from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
-from hsx.core.spec import CaptureSpec
-from hsx.ports import Commit, Row
-from hsx.space import RootsSettings, Space
-from hsx.stores.group import create_store, open_store
-from hsx.stores.ledger import SqliteLedger, create, new_run
+from hsx.stores.group import open_store
+from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import ShardRoot, attach_roots, discard_strays
-from hsx.stores.token_writer import TokenTableWriter
-from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView, visible
-from hsx.telemetry import Telemetry
-from hsx.testing.roots import FailingRoot
 from hsx.testing.stores import payload, random_states
 from hsx.testing.truth import wrong_samples
-from hsx.writer import Writer, WriterSettings
+from hsx.testing.writer_bench import WriterBench
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,62 +27,28 @@ if TYPE_CHECKING:
     from hsx.core.sample import Lease
     from hsx.testing.tiny_job import TinyJob
 
-SAMPLES, TOKENS, EPOCH = 4, 5, "e1"
+SAMPLES, EPOCH = 4, "e1"
 RECORD = EpochRecord(EPOCH, "boot", 1, 2, "", ("sglang",), "m", "", (1,), "post_norm", "sglang", "0.5.23", "0.1.0", "h", 1)
 
 
-class Bench:
-    """A writer over two real roots, with samples 0 and 2 committed on root a, 1 and 3 on root b."""
+class Bench(WriterBench):
+    """Samples 0 and 2 are committed on root a, 1 and 3 on root b."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.places = {name: folder / name for name in ("a", "b")}
-        for place in self.places.values():
-            place.mkdir()
-        run = new_run()
-        layout = StoreLayout(SAMPLES, TOKENS, 2, 8)
-        info = create_store(folder / "store", layout, CaptureSpec((1,), "post_norm"), {}, run)
-        info, self.real = attach_roots(info, self.places)
-        create(folder / "ledger.sqlite", run, {}, [TOKENS] * SAMPLES, [])
-        with TokenTableWriter(folder / "store") as table:
-            for index in range(SAMPLES):
-                table.add(Row(f"s{index}", np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.uint8), index + 1))
-            table.finish({}, {})
-        self.layout = layout
-        self.ledger = SqliteLedger(folder / "ledger.sqlite")
-        self.view = UnionView(info)
-        self.roots = {root.name: FailingRoot(root) for root in self.real}
-        self.telemetry = Telemetry()
-        self.space = Space(list(self.roots.values()), RootsSettings(), SystemClock(), self.telemetry)
-        self.writer = Writer(
-            list(self.roots.values()),
-            self.space,
-            self.view,
-            self.ledger,
-            TokenTable(folder / "store"),
-            self.telemetry,
-            SystemClock(),
-            WriterSettings(threads=1, group_samples=4, group_seconds=0.01),
-        )
-        self.rng = np.random.default_rng(1)
+        super().__init__(folder, samples=SAMPLES, group_samples=4)
 
-    async def extract(self, lease: Lease, sequence: int, epoch: str = EPOCH) -> str:
+    async def extract(self, lease: Lease, sequence: int, epoch: str = EPOCH, root: str = "") -> str:
         """Writes and commits one sample; returns its root."""
-        marker = Marker(self.ledger.run, lease.sample.index, lease.attempt, TOKENS)
-        states = random_states(self.rng, TOKENS, 2, 8)
-        receipt = await self.writer.write(payload(marker, states), await self.space.book(self.layout.file_bytes(TOKENS)))
-        assert receipt is not None
-        assert await self.writer.commit(Commit(lease, marker, epoch, sequence, receipt, {}, adopted=False))
+        receipt = await self.write(lease, root)
+        assert await self.commit(lease, receipt, epoch=epoch, sequence=sequence)
         return receipt.root
 
     async def extract_all(self) -> None:
         """Commits every sample, on the roots by turns, under capture numbers from 1."""
         await self.ledger.epoch_began(RECORD)
         for lease in await self.ledger.acquire(SAMPLES):
-            home, other = ("a", "b") if lease.sample.index % 2 == 0 else ("b", "a")
-            self.roots[other].crowded = 1 << 60
-            assert await self.extract(lease, lease.sample.index + 1) == home
-            self.roots[other].crowded = 0
+            home = "ab"[lease.sample.index % 2]
+            assert await self.extract(lease, lease.sample.index + 1, root=home) == home
 
     def shards(self) -> dict[str, list[int]]:
         """The samples whose shards lie on each root."""
@@ -116,9 +73,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield bench
     await bench.writer.close()
     await committing
-    bench.writer.shutdown()
-    bench.space.shutdown()
-    await bench.ledger.close()
+    await bench.close()
 
 
 async def test_what_no_canary_vouches_for_is_hidden_discarded_and_extracted_again(bench: Bench) -> None:
