@@ -153,7 +153,7 @@ class Storage(Section, frozen=True, kw_only=True):
     """How shards are written, and what is done for their safety."""
 
     codec: Literal["none", "blosc", "zstd"] = "none"
-    """Compression of the inner chunks: `blosc` (lz4, bitshuffle) or `zstd`; a quarter less bytes for two to three times the
+    """Compression of the inner chunks: `blosc` (lz4, bitshuffle) or `zstd`; about a fifth less bytes for two to three times the
     processor time. Fixed at the first run."""
     durability: Literal["commit", "relaxed"] = "commit"
     """`commit`: what is committed survives a power cut; `relaxed`: disks are synced now and then only, and after a power cut

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from hsx.stores.ledger_queue import FreeSamples
-from hsx.stores.ledger_schema import connect, count, translated
+from hsx.stores.ledger_schema import connect, count, facts_of, translated
 
 if TYPE_CHECKING:
     import sqlite3
@@ -40,11 +39,9 @@ class LedgerConnection:
         self._connection = connect(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsx-ledger")
         self._free = FreeSamples(self._connection)
+        self.run, self.fingerprint = facts_of(self._connection, path)
         with translated(path):
-            meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
             self._counts = count(self._connection)
-        self.run: str = meta["run"]
-        self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
 
     async def counts(self) -> Counts:
         """The job's totals, as of the last transaction."""

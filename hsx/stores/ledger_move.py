@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from hsx.ports import CommittedRow
-from hsx.stores.ledger_schema import COMMITTED, connect, translated
+from hsx.stores.ledger_schema import COMMITTED, connect, facts_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -30,8 +30,7 @@ class MoveLedger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection = connect(path)
-        with translated(path):
-            (self.run,) = self._connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
+        self.run, _ = facts_of(self._connection, path)
 
     def __enter__(self) -> Self:
         return self

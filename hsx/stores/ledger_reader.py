@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hsx.errors import RunError
 from hsx.ports import BadRow, CommittedRow, Counts
-from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT, connect, count, translated
+from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT, connect, count, facts_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,16 +114,7 @@ class LedgerReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection = connect(path, read_only=True)
-        with translated(path):
-            meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
-        try:
-            self.run: str = meta["run"]
-            self.fingerprint: dict[str, str] = json.loads(meta["fingerprint"])
-        except (KeyError, ValueError) as error:
-            self._connection.close()
-            raise RunError(
-                "ledger_failed", f"ledger {path}: its facts cannot be read: {type(error).__name__}: {error}"
-            ) from error
+        self.run, self.fingerprint = facts_of(self._connection, path)
 
     def __enter__(self) -> Self:
         return self

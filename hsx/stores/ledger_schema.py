@@ -6,6 +6,7 @@ never block the one writer.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -150,6 +151,21 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
             connection.close()
             raise
     return connection
+
+
+def facts_of(connection: sqlite3.Connection, path: Path) -> tuple[str, dict[str, str]]:
+    """The run id and the fingerprint of a ledger. Raises RunError `ledger_failed`, and closes the connection then."""
+    try:
+        with translated(path):
+            meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+        try:
+            return meta["run"], json.loads(meta["fingerprint"])
+        except (KeyError, ValueError) as error:
+            message = f"ledger {path}: its facts cannot be read: {type(error).__name__}: {error}"
+            raise RunError("ledger_failed", message) from error
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:

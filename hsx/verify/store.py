@@ -44,7 +44,6 @@ def verify(
     fraction: float = 1.0,
     seed: int = 0,
     threads: int = 2,
-    progress: Callable[[int, int], None] | None = None,
     watch: Callable[[Reading], None] | None = None,
     on_damage: Callable[[Damage], None] | None = None,
     since: float | None = None,
@@ -62,8 +61,7 @@ def verify(
             against the ledger, and their links checked, whatever the fraction.
         seed: another seed reads another share.
         threads: reading threads of each root.
-        progress: called with (samples done, samples to do at most), from this thread.
-        watch: called with more, at the same times.
+        watch: called with each sample that was read, from this thread.
         on_damage: called with each damage, those that the report does not list included, from this thread.
         since: only samples that were committed after this, in Unix seconds. Needs a ledger's reader.
         cold: read from the disks and not from the kernel's cache, which proves nothing of them.
@@ -77,7 +75,7 @@ def verify(
     store = Store(store_path, roots=roots)
     verifier = _Verifier(store, threads, on_damage, state, cold=cold)
     began = time.monotonic()
-    verifier.run(verifier.source(ledger, since), _Choice(fraction, seed), progress, watch)
+    verifier.run(verifier.source(ledger, since), _Choice(fraction, seed), watch)
     verifier.report.seconds = time.monotonic() - began
     return verifier.report
 
@@ -135,7 +133,6 @@ class _Verifier:
         self,
         source: Source,
         choice: _Choice,
-        progress: Callable[[int, int], None] | None,
         watch: Callable[[Reading], None] | None,
     ) -> None:
         self._source = source
@@ -151,8 +148,6 @@ class _Verifier:
                 self.report.committed -= 1  # the job has taken it back since
                 continue
             self._collect(*outcome)
-            if progress is not None:
-                progress(self.report.read, self.report.samples)
             if watch is not None:
                 seconds = time.monotonic() - began
                 report = self.report

@@ -18,11 +18,12 @@ from hsx.core.marker import Marker
 from hsx.errors import EngineError, RunError
 from hsx.ports import BadRow, Commit, Receipt
 from hsx.stores.ledger import SqliteLedger, create, new_run
+from hsx.stores.ledger_move import MoveLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from hsx.core.sample import Lease
@@ -184,14 +185,17 @@ def test_a_full_disk_under_the_ledger(small_disk: Path) -> None:
     ("change", "words"),
     [("DELETE FROM meta WHERE key = 'run'", "KeyError: 'run'"), ("UPDATE meta SET value = '{'", "JSONDecodeError")],
 )
-def test_a_ledger_without_its_facts_is_explained(tmp_path: Path, change: str, words: str) -> None:
+@pytest.mark.parametrize("opened", [LedgerReader, MoveLedger, SqliteLedger])
+def test_a_ledger_without_its_facts_is_explained(
+    tmp_path: Path, change: str, words: str, opened: Callable[[Path], object]
+) -> None:
     path = tmp_path / "ledger.sqlite"
     create(path, new_run(), {}, [1], [])
     with sqlite3.connect(path) as db:
         db.execute(change)
     db.close()
     with pytest.raises(RunError, match=f"its facts cannot be read: {words}") as caught:
-        LedgerReader(path)
+        opened(path)
     assert caught.value.kind == "ledger_failed"
 
 

@@ -43,7 +43,7 @@ def found(report: VerifyReport) -> set[tuple[int | None, str]]:
 
 def test_whole_store_passes(built: BuiltStore) -> None:
     seen: list[tuple[int, int]] = []
-    report = verify(built.info.path, built.rows, progress=lambda done, total: seen.append((done, total)))
+    report = verify(built.info.path, built.rows, watch=lambda reading: seen.append((reading.samples, reading.samples_total)))
     assert report.ok
     assert (report.samples, report.committed, report.read, report.tokens) == (6, 6, 6, sum(LENGTHS))
     assert report.nbytes == sum(row.nbytes for row in built.rows)
