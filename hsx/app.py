@@ -147,7 +147,12 @@ class Run:
     async def begin(self) -> None:
         """Finds out what a power cut has cost, where disks are synced now and then only; those samples are pending again."""
         try:
-            await self._parts.syncing.begin()
+            # A sample that were moved while it is read again would look lost where it was.
+            give = await asyncio.to_thread(self._parts.homes.take)
+            try:
+                await self._parts.syncing.begin()
+            finally:
+                give()
         except BaseException:
             self._parts.shutdown()
             raise

@@ -102,6 +102,7 @@ class Wiring:
         client, dumps: see `hsx.ports`.
         supervisor, watchdog, vouching, sweeper, space, writer, pipeline: each in the module of its name.
         syncing, copies: see `hsx.upkeep`.
+        homes: see `hsx.locks`.
 
     Raises:
         RunError: a root, the store or the dump directory cannot be used; its kind says how.
@@ -116,8 +117,8 @@ class Wiring:
         self._telemetry = telemetry
         config = loaded.config
         clock = outside.clock
-        homes = Homes(loaded.state_dir)
-        with homes.held():  # no sample is moved between reading the ledger and acting on it
+        self.homes = Homes(loaded.state_dir)
+        with self.homes.held():  # no sample is moved between reading the ledger and acting on it
             known = drop_empty_roots(open_store(loaded.store), [root.name for root in loaded.roots], ledger.homes)
             store, roots = self._attach(known)
             _sweep(roots, loaded.state_dir)
@@ -161,7 +162,7 @@ class Wiring:
                 group_samples=config.pipeline.commit_samples,
                 group_seconds=config.pipeline.commit_seconds,
             ),
-            homes,
+            self.homes,
         )
         self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
         self.supervisor = self._make_supervisor(clock, canary)
