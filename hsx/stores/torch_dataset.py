@@ -43,8 +43,7 @@ class HiddenStatesDataset(Dataset[Item]):
 
     Raises:
         RunError: `store_invalid`; `root_unusable`; `sample_unknown` where one of `indices` is not committed, or there is no
-        such
-            state.
+            such state.
         ValueError: `max_tokens` is less than 1.
     """
 
