@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _AHEAD: Final = 64
 """So many results may wait to be collected."""
+_LOOK_S: Final = 0.1
+"""So often a thread that waits to hand over a result looks whether anybody takes it still."""
 
 
 class RootReaders(Generic[R]):
@@ -40,14 +42,14 @@ class RootReaders(Generic[R]):
             work: by root, the indices of its samples.
         """
         threads = [
-            threading.Thread(target=self._read, args=(root, shared), name=f"hsx-verify-{root}", daemon=True)
+            threading.Thread(target=self._read, args=(root, shared), name=f"hsx-verify-{root}")
             for root, indices in work.items()
             for shared in [_Shared(indices)]
             for _ in range(min(self._threads, len(indices)))
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             reading = len(threads)
             while reading:
                 result = self._results.get()
@@ -58,27 +60,32 @@ class RootReaders(Generic[R]):
                 else:
                     yield result
         finally:
+            # Each ends with the piece that it is at, also where a second Ctrl-C keeps this from waiting for it: the interpreter
+            # waits then, which must not take away the memory that is being read into.
             self._stop.set()
-            while any(thread.is_alive() for thread in threads):
-                self._drain()
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
 
     def _read(self, root: str, shared: _Shared) -> None:
         try:
             while not self.stopped and (index := shared.next()) is not None:
-                self._results.put(self._prove(root, index))
+                self._hand_over(self._prove(root, index))
         except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
-            self._results.put(error)
+            self._hand_over(error)
         finally:
-            self._results.put(None)
+            self._hand_over(None)
 
-    def _drain(self) -> None:
-        """Lets threads that wait to hand over a result end."""
-        try:
-            self._results.get(timeout=0.05)
-        except queue.Empty:
-            return
+    def _hand_over(self, result: R | BaseException | None) -> None:
+        """Waits until there is room for a result, or nobody takes any more."""
+        while True:
+            try:
+                self._results.put(result, timeout=_LOOK_S)
+            except queue.Full:
+                if self.stopped:
+                    return
+            else:
+                return
 
 
 class _Shared:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -122,7 +123,7 @@ def test_ctrl_c_says_how_to_go_on(
     left: LeftJob, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], hint: bool
 ) -> None:
     """It comes as the first shard is opened."""
-    inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(left.shard(0)), "-e", "inject=openat:signal=INT"]
+    inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(left.shard(0)), "-e", "inject=openat:signal=INT:when=1"]
     command = [*inject, sys.executable, "-m", "hsx", "verify", left.file, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == ExitCode.INTERRUPTED, done.stderr
@@ -130,6 +131,15 @@ def test_ctrl_c_says_how_to_go_on(
     assert ("the same command with --resume goes on" in done.stderr) == hint
     found = report(capsys, "verify", left.file, "--resume")
     assert (found["ok"], found["committed"], found["resumed"] + found["read"]) == (True, 3, 3)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_ctrl_c_again_and_again_crashes_nothing(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes whenever the first shard is opened: also while the readers are being waited for."""
+    inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(left.shard(0)), "-e", "inject=openat:signal=INT"]
+    done = subprocess.run([*inject, sys.executable, "-m", "hsx", "verify", left.file], check=False, capture_output=True)
+    assert done.returncode in (ExitCode.INTERRUPTED, -signal.SIGINT), done.stderr.decode()
+    assert report(capsys, "verify", left.file, "--resume")["ok"]
 
 
 def test_a_store_is_verified_again_from_beside_it(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
