@@ -629,10 +629,13 @@ class Ledger(Leases, Protocol):
         """
         ...
 
-    async def requeue_damaged(self, indices: Iterable[int], invariant: str, evidence: str) -> list[CommittedRow]:
+    async def requeue_damaged(
+        self, indices: Iterable[int], invariant: str, evidence: str, *, where: Mapping[int, str] | None = None
+    ) -> list[CommittedRow]:
         """Takes back, in one transaction, those of these samples that are committed, as `revoke` does: they are damaged.
 
-        Returns what the ledger said of them, in index order.
+        With `where`, the root on which each was found damaged, one that lies on another root by now is left alone. Returns
+        what the ledger said of them, in index order.
         """
         ...
 

@@ -166,7 +166,8 @@ class Syncing:
 
     async def _take_back(self, rows: Sequence[CommittedRow], evidence: str) -> bool:
         """True where samples are pending again."""
-        taken = await self._ledger.requeue_damaged([row.index for row in rows], UNSYNCED, evidence) if rows else []
+        where = {row.index: row.root for row in rows}
+        taken = await self._ledger.requeue_damaged(where, UNSYNCED, evidence, where=where) if rows else []
         if not taken:
             return False
         await self._store.revoke(taken)

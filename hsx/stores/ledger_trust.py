@@ -14,7 +14,7 @@ from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hsx.core.marker import Marker
 
@@ -137,7 +137,9 @@ class TrustLedger(LedgerConnection):
         self._free.reopened([row.index for row in rows])
         return rows
 
-    async def requeue_damaged(self, indices: Iterable[int], invariant: str, evidence: str) -> list[CommittedRow]:
+    async def requeue_damaged(
+        self, indices: Iterable[int], invariant: str, evidence: str, *, where: Mapping[int, str] | None = None
+    ) -> list[CommittedRow]:
         """Takes back, in one transaction, those of these samples that are committed: their shards are not what was committed.
 
         As after `revoke` they are pending again, with their attempts, and handed out by `acquire`, in this process too.
@@ -147,16 +149,20 @@ class TrustLedger(LedgerConnection):
             indices: the samples; in any order, and few enough for one transaction.
             invariant: what does not hold, such as a kind of damage.
             evidence: what was expected and what was found.
+            where: the root on which each was found damaged; one that was moved to another root meanwhile is left alone.
 
         Returns:
             What the ledger said of them, in index order: where the shards lie that are to be discarded.
         """
-        return await self._do(self._requeue_damaged, sorted(set(indices)), invariant, evidence)
+        return await self._do(self._requeue_damaged, sorted(set(indices)), invariant, evidence, where)
 
-    def _requeue_damaged(self, indices: list[int], invariant: str, evidence: str) -> list[CommittedRow]:
+    def _requeue_damaged(
+        self, indices: list[int], invariant: str, evidence: str, where: Mapping[int, str] | None
+    ) -> list[CommittedRow]:
         with self._moving() as db:
             found = (db.execute(f"{COMMITTED} AND idx = ?", (index,)).fetchone() for index in indices)
             rows = [CommittedRow(*row) for row in found if row is not None]
+            rows = [row for row in rows if where is None or where.get(row.index) == row.root]
             _take_back(db, rows, "", invariant, evidence)
         self._free.reopened([row.index for row in rows])
         return rows

@@ -201,3 +201,11 @@ def test_a_ledger_that_cannot_be_copied_is_named(path: Path, folders: dict[str, 
     error = backup(path, folders)["a"]
     assert isinstance(error, RunError)
     assert error.kind == "ledger_failed"
+
+
+async def test_a_sample_that_was_moved_off_a_lost_root_is_not_taken_back(path: Path) -> None:
+    ledger = SqliteLedger(path)
+    await commit(ledger, await ledger.acquire(3))
+    rows = await ledger.requeue_damaged([0, 1], "unsynced", "root b was lost", where={0: "b", 1: "a"})
+    assert [row.index for row in rows] == [1]
+    assert (await ledger.counts()).committed == 2
