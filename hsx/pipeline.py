@@ -49,6 +49,11 @@ UNFINISHED = frozenset({"request_failed", "request_timeout"})
 class Engine(Protocol):
     """What the pipeline needs of the supervisor."""
 
+    @property
+    def epoch(self) -> LiveEpoch | None:
+        """The current epoch; None while there is no server that passed the gate."""
+        ...
+
     async def ready(self) -> LiveEpoch:
         """The current epoch, once there is one."""
         ...
@@ -284,13 +289,11 @@ class Pipeline:
             await self._adopt_leftovers()
         while (lease := await self._next_lease()) is not None:
             await self._parts.pace.acquire()
+            await self._parts.engine.ready()
             place = await self._enter(lease.sample.tokens)
-            try:
-                epoch = await self._parts.engine.ready()
-            except BaseException:
-                place.cleared()
-                raise
-            if not self._parts.suspects.admits(lease.sample.index):  # the server died while this one waited
+            epoch = self._parts.engine.epoch
+            if epoch is None or not self._parts.suspects.admits(lease.sample.index):
+                # The server died while this one waited. Its place is given back: the next server's canary needs room, too.
                 place.cleared()
                 self._held.append(lease)
                 continue

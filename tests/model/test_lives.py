@@ -89,3 +89,17 @@ def test_without_measuring_whatever_comes_is_stored(lives: Lives, job: TinyJob, 
     write_server(server, lying)
     end = lives.live(Life(str(job.loaded.path), str(server), restarts=True, blind=True))
     assert (end.how, end.outcome["committed"], end.outcome["violations"]) == ("done", SAMPLES, {})
+
+
+def test_a_server_that_dies_while_prompts_wait_for_room_leaves_room_for_the_next_ones_canary(
+    lives: Lives, tmp_path: Path
+) -> None:
+    """The intake waits behind dumps that could not be written; it must not hold a place while there is no server."""
+    job = make_job(tmp_path, 2 * SAMPLES, 40, status={"enabled": False}, pipeline={"concurrency": 3})
+    shape, port = read_model_shape(job.loaded.model), job.loaded.config.engine.port
+    simulated = SimulatedServer(job.loaded.dump_dir, job.loaded.spec, shape, port, seed=7)
+    simulated.plan.faults += [Planned("no_space", index) for index in range(2 * SAMPLES)]
+    simulated.plan.faults += [Planned("die", index) for index in range(2 * SAMPLES)]
+    write_server(tmp_path / "server", simulated)
+    end = lives.live(Life(str(job.loaded.path), str(tmp_path / "server"), restarts=True))
+    assert (end.how, end.kind) in (("done", ""), ("error", "restart_budget")), end.message
