@@ -383,7 +383,7 @@ def bench_size(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
     for name in WRITERS:  # a warm-up: imports, scratch memory, the disk's own caches
         turn(name, setting)
     for number in range(rounds):
-        for name in random.Random(number).sample(list(WRITERS), len(WRITERS)):  # noqa: S311 - no secret
+        for name in random.Random(number).sample(list(WRITERS), len(WRITERS)):
             turns[name].append(turn(name, setting))
     result = {}
     for name, spent in turns.items():
