@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -18,11 +19,11 @@ from hsx.engines.external import ExternalOwner, find_server
 from hsx.engines.process import boot_id, environment, mismatch, process_alive, start_ticks
 from hsx.engines.records import look_up
 from hsx.errors import EngineError
+from hsx.testing.commands import wait_until
 from hsx.testing.idle_server import record_of, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PORT = 7
 """A port on which nobody listens."""
@@ -87,6 +88,10 @@ def started(*command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]
     try:
         assert process.stdout is not None
         process.stdout.readline()
+        # In the middle of an exec a process has neither arguments nor variables to show.
+        shown = Path(f"/proc/{process.pid}")
+        wait_until(lambda: (shown / "cmdline").read_bytes().startswith(command[0].encode()), "the command", 60.0)
+        wait_until(lambda: bool((shown / "environ").read_bytes()), "its variables", 60.0)
         yield process
     finally:
         process.kill()
