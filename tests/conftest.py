@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hsx.testing.mounts import obstacle, private_mounts
 from hsx.testing.servers import RunningServer, running_reference, tiny_config
 from hsx.testing.smollm2 import fetch_gguf, prepare
 from hsx.testing.tiny_job import LAYERS
@@ -66,6 +68,25 @@ async def server(shared_server: RunningServer) -> RunningServer:
     """The shared server, without faults."""
     await shared_server.clear_faults()
     return shared_server
+
+
+@pytest.fixture
+def strace() -> None:
+    """Skips where there is no strace, but in CI."""
+    if shutil.which("strace") is None:
+        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
+        pytest.skip("needs strace")
+
+
+@pytest.fixture(scope="module")
+def private_disks() -> Iterator[None]:
+    """A mount namespace of the module's own: what its tests mount, nobody else can see, and nothing is left."""
+    reason = obstacle()
+    if reason:
+        assert os.environ.get("CI") != "true", f"CI runs every test, as root; {reason}"
+        pytest.skip(reason)
+    with private_mounts():
+        yield
 
 
 @pytest.fixture

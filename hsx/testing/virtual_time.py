@@ -11,10 +11,10 @@ import asyncio
 import selectors
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -127,3 +127,13 @@ class VirtualClock:
     async def sleep(self, seconds: float) -> None:
         """Sleeps in virtual time."""
         await asyncio.sleep(seconds)
+
+
+def run_in_virtual_time(steps: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine on a loop of its own whose time is virtual, and ends the threads that it used."""
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(steps)
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -117,7 +116,7 @@ def test_one_that_was_cut_short_goes_on(left: LeftJob, capsys: pytest.CaptureFix
     assert "read       3 shards" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(("arguments", "hint"), [((), True), (("--fraction", "0.9999"), False)])
 def test_ctrl_c_says_how_to_go_on(
     left: LeftJob, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], hint: bool
@@ -133,7 +132,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert (found["ok"], found["committed"], found["resumed"] + found["read"]) == (True, 3, 3)
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.usefixtures("strace")
 def test_ctrl_c_again_and_again_crashes_nothing(left: LeftJob, capsys: pytest.CaptureFixture[str]) -> None:
     """It comes whenever the first shard is opened: also while the readers are being waited for."""
     inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(left.shard(0)), "-e", "inject=openat:signal=INT"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -91,14 +90,6 @@ def test_a_holder_on_another_host_is_named_with_it(tmp_path: Path) -> None:
         message = refusal(path)
     assert "held by pid 7, running since" in message
     assert "(on host elsewhere)" in message
-
-
-@pytest.fixture
-def strace() -> None:
-    """Skips where there is no strace, but in CI."""
-    if shutil.which("strace") is None:
-        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
-        pytest.skip("needs strace")
 
 
 @pytest.mark.usefixtures("strace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,33 +10,22 @@ from hsx.exit_codes import ExitCode
 from hsx.testing.commands import hsx_running
 from hsx.testing.fault_matrix import log_lines
 from hsx.testing.holding import held_at
-from hsx.testing.mounts import filled, obstacle, private_mounts, remount, tmpfs
+from hsx.testing.mounts import filled, remount, tmpfs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from hsx.testing.fault_matrix import Result
     from hsx.testing.servers import RunningServer
     from hsx.testing.tiny_job import TinyJob
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_disks")]
 
 ORDERLY = {"concurrency": 1, "commit_samples": 1}
 HELD = 5
 LEAVE = 96 << 10
 """Room for two or three shards."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _private_mounts() -> Iterator[None]:
-    """What these tests mount, only they and what they start can see."""
-    reason = obstacle()
-    if reason:
-        assert os.environ.get("CI") != "true", f"CI runs every test, as root; {reason}"
-        pytest.skip(reason)
-    with private_mounts():
-        yield
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +14,7 @@ from hsx.errors import EngineError, RunError
 from hsx.space import POLL_S, REFUSED_S, Booking, RootsSettings, Space
 from hsx.telemetry import Telemetry
 from hsx.testing.disks import MemoryRoot
-from hsx.testing.virtual_time import VirtualClock, VirtualTimeLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
+from hsx.testing.virtual_time import VirtualClock, run_in_virtual_time
 
 
 class Bench:
@@ -44,16 +41,6 @@ class Bench:
         return str(self.telemetry.snapshot()["roots"][name]["state"])
 
 
-def run(steps: Coroutine[Any, Any, None]) -> None:
-    """Runs a test in virtual time."""
-    loop = VirtualTimeLoop()
-    try:
-        loop.run_until_complete(steps)
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        loop.close()
-
-
 def test_a_full_root_pauses_the_intake_until_somebody_frees_enough() -> None:
     async def steps() -> None:
         bench = Bench({"a": 1000}, reserves={"a": 100}, needed=lambda: 5_000_000)
@@ -70,7 +57,7 @@ def test_a_full_root_pauses_the_intake_until_somebody_frees_enough() -> None:
         assert (await waiting).root == "a"
         assert bench.pauses == []
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_room_is_promised_once_and_a_writer_in_the_middle_pauses_nobody() -> None:
@@ -88,7 +75,7 @@ def test_room_is_promised_once_and_a_writer_in_the_middle_pauses_nobody() -> Non
         bench.write(first)
         assert bench.roots["a"].free() == 400
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_a_lost_root_is_told_and_its_bookings_go_elsewhere() -> None:
@@ -107,7 +94,7 @@ def test_a_lost_root_is_told_and_its_bookings_go_elsewhere() -> None:
             await bench.space.book(1)
         assert caught.value.kind == "root_unusable"
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_a_root_that_is_drained_takes_nothing_new() -> None:
@@ -123,7 +110,7 @@ def test_a_root_that_is_drained_takes_nothing_new() -> None:
         await bench.clock.sleep(2 * POLL_S)
         assert (await waiting).root == "b"
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_a_root_that_refuses_against_its_own_word_is_tried_again_later() -> None:
@@ -146,7 +133,7 @@ def test_a_root_that_refuses_against_its_own_word_is_tried_again_later() -> None
         await waiting
         assert bench.clock.monotonic() - began <= POLL_S
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_in_a_drained_run_nobody_waits() -> None:
@@ -160,7 +147,7 @@ def test_in_a_drained_run_nobody_waits() -> None:
         assert caught.value.kind == "roots_full"
         assert bench.pauses == []
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_roots_on_one_disk_share_its_room_and_honour_each_others_reserve() -> None:
@@ -172,7 +159,7 @@ def test_roots_on_one_disk_share_its_room_and_honour_each_others_reserve() -> No
         assert not waiting.done()
         waiting.cancel()
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_a_slow_disk_gets_less() -> None:
@@ -187,7 +174,7 @@ def test_a_slow_disk_gets_less() -> None:
             bench.space.wrote(name, 1000, 0.001 if name == "fast" else 0.004)
         assert 3.5 < taken["fast"] / taken["slow"] < 4.5
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 @settings(max_examples=60, deadline=None)
@@ -230,4 +217,4 @@ def test_whatever_is_under_way_no_reserve_is_touched(disks: list[tuple[int, int,
             largest = max(sizes)
             assert all(bench.roots[n].free() - r < largest for n, (_, r, _) in zip(names, disks, strict=True))
 
-    run(steps())
+    run_in_virtual_time(steps())

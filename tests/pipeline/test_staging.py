@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,10 +10,7 @@ from hsx.core.admission import InFlight
 from hsx.errors import EngineError
 from hsx.space import POLL_S, SLACK_BYTES, Staging
 from hsx.telemetry import Telemetry
-from hsx.testing.virtual_time import VirtualClock, VirtualTimeLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
+from hsx.testing.virtual_time import VirtualClock, run_in_virtual_time
 
 MB = 1_000_000
 
@@ -49,16 +45,6 @@ class Bench:
         return [pause["message"] for pause in self.telemetry.snapshot()["intake"]["pauses"]]
 
 
-def run(steps: Coroutine[object, object, None]) -> None:
-    """Runs a test in virtual time."""
-    loop = VirtualTimeLoop()
-    try:
-        loop.run_until_complete(steps)
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        loop.close()
-
-
 def test_room_that_was_promised_counts_once_whether_its_dump_is_there_or_not() -> None:
     async def steps() -> None:
         bench = Bench(10 * MB)
@@ -77,7 +63,7 @@ def test_room_that_was_promised_counts_once_whether_its_dump_is_there_or_not() -
         assert await waiting
         assert bench.pauses == []
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_others_fill_it_and_leave_again() -> None:
@@ -91,7 +77,7 @@ def test_others_fill_it_and_leave_again() -> None:
         await bench.clock.sleep(POLL_S)
         assert await waiting
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_after_a_refusal_prompts_go_out_one_at_a_time_until_a_dump_arrives() -> None:
@@ -110,7 +96,7 @@ def test_after_a_refusal_prompts_go_out_one_at_a_time_until_a_dump_arrives() -> 
         assert bench.pauses == []
         assert not await bench.staging.admit(bench.now, MB)
 
-    run(steps())
+    run_in_virtual_time(steps())
 
 
 def test_in_a_drained_run_nobody_waits() -> None:
@@ -124,4 +110,4 @@ def test_in_a_drained_run_nobody_waits() -> None:
         assert caught.value.kind == "staging_full"
         assert bench.pauses == []
 
-    run(steps())
+    run_in_virtual_time(steps())
