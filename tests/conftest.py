@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,12 @@ BUILD = Path(__file__).parents[1] / "build"
 # No test may depend on the machine being fast or idle, so examples have no deadline; and a failure must be repeatable.
 settings.register_profile("hsx", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hsx")
+
+
+def pytest_configure() -> None:
+    """Children are born able to hear Ctrl-C: a shell lets what it starts in the background, and all its heirs, ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

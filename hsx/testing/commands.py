@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -105,3 +106,12 @@ def command_lines() -> list[str]:
             with suppress(OSError):  # it may end between the two looks
                 lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").rstrip())
     return lines
+
+
+def delete_in_use(path: Path) -> None:
+    """Deletes a file or a folder, whoever adds and removes names in it meanwhile."""
+    while path.exists():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

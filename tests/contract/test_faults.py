@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
 from hsx.engines.sglang import SGLangClient
 from hsx.errors import EngineError, SampleError
+from hsx.testing.commands import delete_in_use
 from hsx.testing.engine_contract import PATIENCE_S, Served
 from hsx.testing.faults import FAULTS, Faults
 from hsx.testing.reference_engine import main
@@ -369,7 +369,7 @@ async def test_a_lost_folder_is_survived(tmp_path: Path) -> None:
     """As with the plugin: answers go on, dumps are lost, and the state file comes again with a new folder."""
     async with reference_server(tmp_path / "dumps") as server:
         served, client = Served(server, ReferenceModel(tmp_path / "tiny-model"), 128), server.client()
-        shutil.rmtree(server.folder)
+        delete_in_use(server.folder)
         await client.prefill(*served.prompt(TOKENS), PATIENCE_S)
         server.folder.mkdir()
         marker, ids = served.prompt(TOKENS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import urllib.request
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import pytest
 
 from hsx.core.dump import SUFFIX
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import POLL_S, hsx_done, hsx_running, wait_until
+from hsx.testing.commands import POLL_S, delete_in_use, hsx_done, hsx_running, wait_until
 from hsx.testing.fault_matrix import log_lines, run_logged
 from hsx.testing.servers import running_reference
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
@@ -142,7 +141,7 @@ def test_a_dump_directory_that_is_deleted_under_us(spawned: Callable[..., TinyJo
     with hsx_running(job.loaded.path, "run") as running:
         wait_until(lambda: bool(struck(job).get("hold")), "a prompt that is held")
         for entry in job.loaded.dump_dir.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            delete_in_use(entry)
         assert running.wait() == ExitCode.DONE, running.error()
     seen("staging_gone", job.loaded, log=log_lines(running.log), restarts=1, events=("engine.restarted",))
     with job.ledger() as ledger:

@@ -19,6 +19,7 @@ from hsx.testing.left_job import leave_job
 from hsx.testing.mounts import mount, obstacle, private_mounts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hsx.testing.moving import MoveBench
@@ -45,11 +46,20 @@ def require_strace() -> None:
         pytest.skip("needs strace")
 
 
-def move_with(bench: MoveBench, inject: str, *targets: str, path: str = "") -> dict[str, Any]:
-    """Moves root a in a process whose system calls fail as `inject` says; on one path only, where one is given."""
+def move_with(bench: MoveBench, inject: str, *targets: str, paths: Sequence[str] = ()) -> dict[str, Any]:
+    """Moves root a in a process whose system calls fail as `inject` says; on some paths only, where any are given."""
     require_strace()
     trace = bench.folder / "trace"
-    command = ["strace", "-f", "-qq", "-o", str(trace), *(["-P", path] if path else []), "-e", f"inject={inject}"]
+    command = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(trace),
+        *(word for path in paths for word in ("-P", path)),
+        "-e",
+        f"inject={inject}",
+    ]
     program = [sys.executable, "-B", "-c", PROGRAM, str(bench.folder), *targets]
     done = subprocess.run([*command, *program], check=True, capture_output=True, text=True)
     assert "(INJECTED)" in trace.read_text(), "nothing failed"
@@ -69,13 +79,13 @@ def test_a_file_system_without_hard_links(bench: MoveBench) -> None:
 
 
 def test_a_file_system_without_o_direct(bench: MoveBench) -> None:
-    found = move_with(bench, "openat:error=EINVAL:when=1", "b", path=marked(bench, 0, "b"))
+    found = move_with(bench, "openat:error=EINVAL:when=1", "b", paths=[marked(bench, 0, "b")])
     assert found["moved"] == 3
     bench.in_order()
 
 
 def test_an_original_that_cannot_be_read_stays(bench: MoveBench) -> None:
-    found = move_with(bench, "preadv,preadv2:error=EIO", "b", path=str(bench.info.folder("a") / "c.3.0.0.0"))
+    found = move_with(bench, "preadv,preadv2:error=EIO", "b", paths=[str(bench.info.folder("a") / "c.3.0.0.0")])
     assert (found["moved"], [index for index, _ in found["damage"]]) == (2, [3])
     assert "Input/output error" in found["damage"][0][1]
     assert bench.homes_now()[3] == "a"
@@ -84,13 +94,14 @@ def test_an_original_that_cannot_be_read_stays(bench: MoveBench) -> None:
 
 @pytest.mark.parametrize("call", ["fallocate", "pwritev,pwritev2", "fdatasync"])
 def test_a_target_that_fails_takes_no_more_and_the_others_do(bench: MoveBench, call: str) -> None:
-    found = move_with(bench, f"{call}:error=EIO", "b", "c", path=marked(bench, 0, "b"))
+    """The targets share a file system: which of them is asked first is not told, but of three shards one is placed on b."""
+    found = move_with(bench, f"{call}:error=EIO", "b", "c", paths=[marked(bench, index, "b") for index in (0, 3, 6)])
     assert found["moved"] == 3
     bench.in_order()
 
 
 def test_a_target_without_inodes_takes_no_more(bench: MoveBench) -> None:
-    found = move_with(bench, "openat:error=ENOSPC", "b", path=marked(bench, 0, "b"))
+    found = move_with(bench, "openat:error=ENOSPC", "b", paths=[marked(bench, 0, "b")])
     assert found["error"] == "roots_full"
     assert "root b: no space for" in found["message"]
     assert bench.shards("a") == [0, 3, 6]
@@ -98,7 +109,7 @@ def test_a_target_without_inodes_takes_no_more(bench: MoveBench) -> None:
 
 
 def test_names_that_cannot_be_made_durable_end_the_move(bench: MoveBench) -> None:
-    found = move_with(bench, "fsync:error=EIO", "b", path=str(bench.info.folder("b")))
+    found = move_with(bench, "fsync:error=EIO", "b", paths=[str(bench.info.folder("b"))])
     assert found["error"] == "root_unusable"
     assert bench.homes_now() == {index: "abc"[index % 3] for index in range(9)}
     bench.nothing_lost()
@@ -133,21 +144,21 @@ def test_samples_are_moved_off_a_disk_that_turned_read_only(tmp_path: Path, caps
 def test_a_source_that_does_not_say_whether_it_is_drained_still_is_drained_on(bench: MoveBench) -> None:
     mark = bench.info.folder("a") / DRAINING
     # The first looks of a thread are those that mark the root and begin the move.
-    found = move_with(bench, "newfstatat,stat,statx:error=EIO:when=3+", "b", path=str(mark))
+    found = move_with(bench, "newfstatat,stat,statx:error=EIO:when=3+", "b", paths=[str(mark)])
     assert found == {"moved": 3, "damage": []}
     bench.in_order()
 
 
 def test_a_root_that_cannot_be_marked_is_unusable(bench: MoveBench) -> None:
     mark = bench.info.folder("a") / DRAINING
-    found = move_with(bench, "newfstatat,stat,statx:error=EIO", "b", path=str(mark))
+    found = move_with(bench, "newfstatat,stat,statx:error=EIO", "b", paths=[str(mark)])
     assert found["error"] == "root_unusable"
     assert str(mark) in found["message"]
     bench.in_order()
 
 
 def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> None:
-    found = move_with(bench, "pwrite64:error=EIO", "b", path=f"{bench.ledger_path}-wal")
+    found = move_with(bench, "pwrite64:error=EIO", "b", paths=[f"{bench.ledger_path}-wal"])
     assert found["error"] == "ledger_failed"
     assert bench.homes_now() == {index: "abc"[index % 3] for index in range(9)}
     bench.nothing_lost()

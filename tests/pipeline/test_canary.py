@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from hsx.core.epoch import REFUSAL_NAME, STATE_NAME, state_from_json, to_json
 from hsx.errors import RunError
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_schema import FILE_NAME
+from hsx.testing.commands import delete_in_use
 from hsx.testing.servers import reference_server, tiny_config
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
 from hsx.testing.truth import wrong_samples
@@ -128,7 +128,7 @@ async def test_who_else_writes_into_the_epoch_ends_it(tmp_path: Path, how: str) 
             state = state_from_json((server.folder / STATE_NAME).read_text())
             (server.folder / STATE_NAME).write_text(to_json(replace(state, pid=state.pid + 1)))
         else:
-            shutil.rmtree(server.folder)
+            delete_in_use(server.folder)
         with pytest.raises(RunError) as caught:
             await running
         assert caught.value.kind == "restart_budget"
