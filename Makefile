@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
+.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -28,11 +28,20 @@ setup: $(VENV)/.stamp  ## the development environment, .venv
 setup-sglang:  ## an environment with the real SGLang on a CPU, .venvs/sglang-0.5.23
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.23 $(SGLANG)
 
-setup-tests: setup setup-sglang  ## what `make test` needs besides: a second SGLang, a newer zarr, the trained model, systemd's tools
+setup-sglang-old:
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh 0.5.18 $(SGLANG_OLD)
+
+setup-zarr:
 	scripts/setup_zarr.sh $(ZARR)
+
+setup-model: setup
 	$(BIN)/python scripts/prepare_demo_model.py build/smollm2
+
+setup-system:
 	scripts/setup_system.sh
+
+setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trained model, systemd's tools
+	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-model setup-system
 
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
 	$(BIN)/python scripts/demo.py

@@ -18,9 +18,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def zarr_34() -> Path:
-    """The Python of an environment with zarr 3.4. Without it, tests fail in CI and are skipped elsewhere."""
+    """The Python of an environment with zarr 3.4. Without it, tests fail in CI and are skipped elsewhere.
+
+    Skipped in CI, too, where the set-up found no Python that is new enough.
+    """
     path = Path(os.environ.get("HSX_ZARR_PYTHON") or REPOSITORY / ".venvs" / "zarr-3.4" / "bin" / "python")
     if not path.exists():
+        absent = path.parents[1] / "absent"
+        if absent.exists():
+            pytest.skip(absent.read_text())
         reason = f"{path} is missing; run scripts/setup_zarr.sh, or set HSX_ZARR_PYTHON"
         assert os.environ.get("CI", "").lower() != "true", reason
         pytest.skip(reason)
