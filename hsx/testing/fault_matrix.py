@@ -235,9 +235,9 @@ class Matrix:
         assert counts.rejected == rejected, f"{row}: {counts}"
         self._none_lost(row, log, {index: entry.marker for index, entry in committed.items()}, run)
         self._none_doubled(row, loaded, {index: entry.root for index, entry in committed.items()})
-        happened = sum(line["event"] in RESTARTS for line in log)
+        happened = [line for line in log if line["event"] in RESTARTS]
         bounds = range(restarts, restarts + 1) if isinstance(restarts, int) else restarts
-        assert happened in bounds, f"{row}: {happened} restarts; expected {restarts}"
+        assert len(happened) in bounds, f"{row}: {len(happened)} restarts; expected {restarts}: {happened}"
         names = {line["event"] for line in log}
         assert set(events) <= names, f"{row}: the log lacks {sorted(set(events) - names)}"
         told = str(restarts) if isinstance(restarts, int) else f"{bounds[0]} to {bounds[-1]}"
