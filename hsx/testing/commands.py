@@ -20,6 +20,12 @@ PATIENCE_S: Final = 90.0
 POLL_S: Final = 0.02
 
 
+def log_lines(*files: Path) -> list[dict[str, Any]]:
+    """The JSON lines of logs, one file after the other; others are left out, torn and unfinished ones among them."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]]
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
 def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Blocks until `true()`. Raises AssertionError, naming `what`, when that takes too long."""
     deadline = time.monotonic() + patience_s
@@ -61,8 +67,7 @@ class HsxProcess:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The fields of each log line of the event `name` so far."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
-        return [line for line in lines if line["event"] == name]
+        return [line for line in log_lines(self.log) if line["event"] == name]
 
     def wait_for(self, event: str) -> dict[str, Any]:
         """The first log line of `event`, once it is there. Raises AssertionError where the process ends without it."""

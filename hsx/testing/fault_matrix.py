@@ -279,9 +279,3 @@ async def run_logged(job: TinyJob) -> tuple[Outcome, list[MutableMapping[str, An
     with capture_logs() as lines:
         outcome = await job.run()
     return outcome, lines
-
-
-def log_lines(*files: Path) -> list[dict[str, Any]]:
-    """The JSON lines of logs, one file after the other; other lines are left out, torn ones among them."""
-    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILLS_OF_HSX = 20
 KILLS_OF_THE_SERVER = 5
+FURTHEST = 14
+"""Samples that a kill waits for at most."""
 PATIENCE_S = 240.0
 
 
@@ -51,10 +56,22 @@ def committed(job: TinyJob) -> dict[int, int]:
         return {row.index: ledger.sample(row.index).attempts for row in ledger.committed()}
 
 
-def wait_for_commits(job: TinyJob, process: subprocess.Popen[bytes], count: int) -> None:
-    """Waits until `count` samples are committed or the process has ended, so that a kill lands in the middle of the work."""
+def holds(job: TinyJob) -> bool:
+    """Whether the job's present server holds a prompt."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault", timeout=30) as answer:
+            return "hold" in json.load(answer)["struck"]
+    except OSError:
+        return False
+
+
+def wait_for_commits(job: TinyJob, process: subprocess.Popen[bytes], count: int, *, or_held: bool = False) -> None:
+    """Waits until `count` samples are committed or the process has ended, so that a kill lands in the middle of the work.
+
+    With `or_held`, also until the server holds a prompt: then no more will come.
+    """
     deadline = time.monotonic() + PATIENCE_S
-    while len(committed(job)) < count and process.poll() is None:
+    while len(committed(job)) < count and process.poll() is None and not (or_held and holds(job)):
         assert time.monotonic() < deadline, f"{len(committed(job))} samples committed; expected {count}"
         time.sleep(0.01)
 
@@ -97,11 +114,14 @@ def test_hsx_killed_twenty_times(tmp_path: Path, server: RunningServer) -> None:
     rng = random.Random(20)
     for _ in range(KILLS_OF_HSX):
         before = committed(job)
+        # The server stops a little later, so that there is something left however late the kill comes.
+        asyncio.run(server.fault("hold", count=-1, match=f"-{len(before) + FURTHEST + 5}-"))
         process = hsx("run", job)
-        wait_for_commits(job, process, len(before) + rng.randint(1, 14))
+        wait_for_commits(job, process, len(before) + rng.randint(1, FURTHEST))
         time.sleep(rng.random() * 0.05)
         process.kill()
         process.wait()
+        asyncio.run(server.clear_faults())
         after = committed(job)
         assert before.items() <= after.items(), "a committed sample was lost or asked for again"
     before = committed(job)
@@ -114,11 +134,16 @@ def test_hsx_killed_twenty_times(tmp_path: Path, server: RunningServer) -> None:
 
 def test_the_server_killed_five_times(tmp_path: Path) -> None:
     samples = 120
+    # Each life stops at the next of these, so that there is something left however late the kill comes.
+    stops = [{"kind": "hold", "count": -1, "match": f"-{20 * number}-1-"} for number in range(1, KILLS_OF_THE_SERVER + 1)]
     job = make_job(
         tmp_path,
         samples=samples,
         longest=60,
-        engine={"ownership": "spawn"},
+        engine={
+            "ownership": "spawn",
+            "args": ["--allow-faults", *(word for stop in stops for word in ("--fault", json.dumps(stop)))],
+        },
         pipeline={"commit_samples": 4, "concurrency": 4},
         watchdog={"restart_budget": 10},
     )
@@ -126,7 +151,7 @@ def test_the_server_killed_five_times(tmp_path: Path) -> None:
     process = hsx("run", job)
     killed: set[str] = set()
     for _ in range(KILLS_OF_THE_SERVER):
-        wait_for_commits(job, process, len(committed(job)) + rng.randint(3, 15))
+        wait_for_commits(job, process, len(committed(job)) + rng.randint(3, 15), or_held=True)
         record = living_server(job, killed)
         killed.add(record.epoch)
         os.kill(record.pid, signal.SIGKILL)
