@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE_S: Final = 90.0
-"""How long tests wait for what must come: long enough for a busy machine, and less than pytest's own timeout."""
+PATIENCE_S: Final = 300.0
+"""How long tests wait for what must come: less than pytest's own timeout, and long enough for a busy machine, on which a small
+server alone may take 20 s to start.
+"""
 POLL_S: Final = 0.02
 
 

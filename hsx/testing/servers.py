@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hsx.core.spec import FinalState
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 180.0
 _FIRST_PORT: Final = 10000
 _PORTS: Final = 700
 _WORKER: Final = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")) % 16

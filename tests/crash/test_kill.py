@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from hsx.core.epoch import EpochRecord
     from hsx.testing.servers import RunningServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KILLS_OF_HSX = 20
 KILLS_OF_THE_SERVER = 5
 FURTHEST = 14
 """Samples that a kill waits for at most."""
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 
 
 def hsx(command: str, job: TinyJob) -> subprocess.Popen[bytes]:

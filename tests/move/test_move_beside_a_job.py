@@ -18,7 +18,7 @@ from hsx.testing.truth import wrong_samples
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLES, HELD = 60, 30
 HOLD = {"kind": "hold", "count": -1, "match": f"-{HELD}-1-"}

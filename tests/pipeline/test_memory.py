@@ -17,7 +17,7 @@ from hsx.testing.tiny_job import TinyJob, make_job
 if TYPE_CHECKING:
     from hsx.testing.servers import RunningServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLES = 10_000
 PER_SAMPLE_BYTES = 1024
