@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 REPORT_DEADLINE_S = 30.0
 """The plugin reports when the model is loaded, before the HTTP port answers; the deadline only forgives a slow disk."""
+QUESTIONS = 3
+"""How often a server is asked for its settings before it counts as gone."""
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Gate:
             RunError: `job_changed` where the server's version is not the one that the job was started with.
         """
         record = epoch.record
-        facts = await self.client.facts()
+        facts = await self._facts()
         if facts.problems:
             raise EngineError("server_refused", "the server cannot be used: " + "; ".join(facts.problems))
         report = await self._report()
@@ -65,6 +68,17 @@ class Gate:
             raise RunError("job_changed", f"engine: the job was started with {recorded!r}, now it is {version!r}")
         epoch.vouched = await self.canary.check(epoch)
         return report
+
+    async def _facts(self) -> ServerFacts:
+        """A server that has just come up asks its scheduler for them: one late answer is not worth loading a model again."""
+        for _ in range(QUESTIONS - 1):
+            try:
+                return await self.client.facts()
+            except EngineError as error:
+                if error.kind != "server_gone":
+                    raise
+            await self.clock.sleep(PAUSE_S)
+        return await self.client.facts()
 
     async def _report(self) -> CaptureReport:
         try:

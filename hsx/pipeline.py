@@ -401,7 +401,11 @@ class Pipeline:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PAUSE_S):
                     await epoch.voided()
-            await self._parts.client.abort(marker)
+            try:
+                await self._parts.client.abort(marker)
+            except EngineError as gone:  # on a busy machine a death takes longer to become known
+                await self._give_back(lease, marker, epoch, gone)
+                return
         await self._parts.on_failure(epoch, marker, reason, violation)
         if epoch.is_void:
             # The server is to blame, as far as anybody can tell.

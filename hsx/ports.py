@@ -174,7 +174,7 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, marker: Marker) -> None:
-        """Asks the server to drop a request; failures are ignored."""
+        """Asks the server to drop a request. Raises EngineError `server_gone` where nobody listens; ignores other failures."""
         ...
 
     async def close(self) -> None:

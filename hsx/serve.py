@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hsx"
+KEEP_ALIVE_S: Final = "600"
+"""How long SGLang keeps an idle connection; hsx itself closes its own after a second."""
 OLDEST_SGLANG: Final = (0, 5, 11)
 """The first version with plugins and with `set_dflash_layers_to_capture`."""
 
@@ -306,8 +308,10 @@ def _capture_problems(given: list[tuple[str, str | None]]) -> list[str]:
 
 
 def _sglang_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """What SGLang needs: cheap health checks, and our plugin on the list where there is one."""
+    """What SGLang needs: cheap health checks, patience with idle connections, and our plugin on the list where there is one."""
     found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # A server that stood still for its default of 5 s closes a connection on which a request has come meanwhile: that is lost.
+    found["SGLANG_TIMEOUT_KEEP_ALIVE"] = variables.get("SGLANG_TIMEOUT_KEEP_ALIVE", KEEP_ALIVE_S)
     listed = [name.strip() for name in variables.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     if listed and PLUGIN_NAME not in listed:
         found["SGLANG_PLUGINS"] = ",".join([*listed, PLUGIN_NAME])

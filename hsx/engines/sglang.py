@@ -62,8 +62,8 @@ class Limits:
         concurrency: prefills under way at once; a few connections more are kept for questions and aborts.
         connect_s: longest time for a TCP connection to come up.
         question_s: longest time for an answer to a question about settings, or to an abort.
-        keepalive_s: how long an idle connection is kept. Below the 5 s after which the server closes it, because a request
-            sent into a closing connection is lost and looks like a failed prefill.
+        keepalive_s: how long an idle connection is kept. Far below the time after which the server closes it (600 s under
+            `hsx serve`, else 5 s), because a request sent into a closing connection is lost and looks like a failed prefill.
     """
 
     concurrency: int = 32
@@ -137,8 +137,9 @@ class SGLangClient:
         try:
             async with self._open().post(f"{self._base}/abort_request", data=body, headers=_JSON, timeout=timeout) as response:
                 await response.read()
-        except (aiohttp.ClientError, OSError):
-            return
+        except (aiohttp.ClientError, OSError) as error:
+            if is_nobody(error):
+                raise self._gone(error) from error
 
     async def close(self) -> None:
         """See the port."""

@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE_S: Final = 90.0
-"""How long tests wait for what must come: long enough for a busy machine, and less than pytest's own timeout."""
+PATIENCE_S: Final = 300.0
+"""How long tests wait for what must come: less than pytest's own timeout, and long enough for a busy machine, on which a small
+server alone may take 20 s to start.
+"""
 POLL_S: Final = 0.02
+
+
+def log_lines(*files: Path) -> list[dict[str, Any]]:
+    """The JSON lines of logs, one file after the other; others are left out, torn and unfinished ones among them."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]]
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -61,8 +69,7 @@ class HsxProcess:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The fields of each log line of the event `name` so far."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
-        return [line for line in lines if line["event"] == name]
+        return [line for line in log_lines(self.log) if line["event"] == name]
 
     def wait_for(self, event: str) -> dict[str, Any]:
         """The first log line of `event`, once it is there. Raises AssertionError where the process ends without it."""

@@ -235,9 +235,9 @@ class Matrix:
         assert counts.rejected == rejected, f"{row}: {counts}"
         self._none_lost(row, log, {index: entry.marker for index, entry in committed.items()}, run)
         self._none_doubled(row, loaded, {index: entry.root for index, entry in committed.items()})
-        happened = sum(line["event"] in RESTARTS for line in log)
+        happened = [line for line in log if line["event"] in RESTARTS]
         bounds = range(restarts, restarts + 1) if isinstance(restarts, int) else restarts
-        assert happened in bounds, f"{row}: {happened} restarts; expected {restarts}"
+        assert len(happened) in bounds, f"{row}: {len(happened)} restarts; expected {restarts}: {happened}"
         names = {line["event"] for line in log}
         assert set(events) <= names, f"{row}: the log lacks {sorted(set(events) - names)}"
         told = str(restarts) if isinstance(restarts, int) else f"{bounds[0]} to {bounds[-1]}"
@@ -279,9 +279,3 @@ async def run_logged(job: TinyJob) -> tuple[Outcome, list[MutableMapping[str, An
     with capture_logs() as lines:
         outcome = await job.run()
     return outcome, lines
-
-
-def log_lines(*files: Path) -> list[dict[str, Any]]:
-    """The JSON lines of logs, one file after the other; other lines are left out, torn ones among them."""
-    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,16 +32,28 @@ if TYPE_CHECKING:
 
     from hsx.core.spec import FinalState
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 180.0
+_FIRST_PORT: Final = 10000
+_PORTS: Final = 700
+_WORKER: Final = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")) % 16
+_ROUND: Final = itertools.count(random.SystemRandom().randrange(_PORTS))
+"""Starts anywhere, because another test run may be under way on the machine."""
 TINY: Final = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 500, "max_position_embeddings": 1024}
 """The smallest model worth having: four layers, 500 ids (padded to 512), prompts of up to 1017 tokens."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+    """A TCP port of 127.0.0.1 that is free, and that nobody else will take before its server does.
+
+    It lies below the ports that the kernel gives to whoever does not care (32768 and up), and each pytest-xdist worker has a
+    range of its own, in which it goes round.
+    """
+    for _ in range(_PORTS):
+        port = _FIRST_PORT + _WORKER * _PORTS + next(_ROUND) % _PORTS
+        with socket.socket() as opened, contextlib.suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of the {_PORTS} ports of this test process is free")
 
 
 def tiny_config(folder: Path, **changes: int) -> Path:

@@ -131,6 +131,8 @@ class SimulatedClient:
     async def abort(self, marker: Marker) -> None:
         """See the port."""
         self._wire.keep_up()
+        if not self._wire.server.alive:
+            raise EngineError("server_gone", f"nobody listens: {self._wire.server.death}")
         self._wire.server.drop(marker)
         self._wire.keep_up()
 

@@ -49,7 +49,7 @@ def make_job(
     """Writes a job with `samples` random prompts of 1 to `longest` tokens, over two roots; for `server`, if there is one."""
     port = server.record.port if server else free_port()
     defaults: dict[str, dict[str, Any]] = {
-        "engine": {"kind": "reference", "ownership": "external", "port": port, "start_timeout_s": 60.0},
+        "engine": {"kind": "reference", "ownership": "external", "port": port, "start_timeout_s": 180.0},
         "staging": {"dump_dir": str(server.folder.parent if server else folder / "dumps")},
         "capture": {"layers": LAYERS},
         "pipeline": {

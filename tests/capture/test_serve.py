@@ -54,7 +54,7 @@ def test_what_is_missing_is_added(tmp_path: Path) -> None:
         *("--model-path", model, "--revision", "r1", "--host", "127.0.0.1", "--port", "31000"),
     )
     assert (launch.model, launch.revision, launch.host, launch.port) == (model, "r1", "127.0.0.1", 31000)
-    assert launch.variables == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    assert launch.variables == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_TIMEOUT_KEEP_ALIVE": "600"}
 
 
 def test_what_is_given_stays(tmp_path: Path) -> None:

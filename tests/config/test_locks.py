@@ -110,8 +110,8 @@ def test_a_file_that_is_removed_between_open_and_lock(tmp_path: Path) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    """Waits for what another process does; False after a minute."""
-    deadline = time.monotonic() + 60
+    """Waits for what another process does; False after three minutes."""
+    deadline = time.monotonic() + 180
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()

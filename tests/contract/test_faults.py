@@ -174,10 +174,10 @@ async def test_connection_reset_in_the_middle_of_a_prefill(served: Served, clien
 async def test_two_prompts_swap_rows(served: Served, client: SGLangClient) -> None:
     """Two prompts of one batch each have some of the other's rows, and both are found out."""
     blocker, (one, ids), (two, _) = served.prompt(300), served.prompt(TOKENS, 41), served.prompt(TOKENS, 41)
-    prompts = [(one, ids), (two, ids[::-1].copy())]
+    prompts, before = [(one, ids), (two, ids[::-1].copy())], (await served.server.struck()).get("hold", 0)
     await served.server.fault("hold", count=-1, match=str(blocker[0]))
     tasks = [asyncio.create_task(client.prefill(*blocker, PATIENCE_S))]
-    while (await served.server.struck()).get("hold", 0) == 0:  # noqa: ASYNC110 - another process's state
+    while (await served.server.struck()).get("hold", 0) == before:  # noqa: ASYNC110 - another process's state
         await asyncio.sleep(0.01)
     tasks += [asyncio.create_task(client.prefill(marker, ids, PATIENCE_S)) for marker, ids in prompts]
     while await served.server.waiting() < 2:  # noqa: ASYNC110 - another process's state

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CHUNK = 128
 CONTEXT = 2048
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

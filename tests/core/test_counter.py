@@ -76,6 +76,7 @@ def test_a_number_that_is_given_twice_names_both_dumps() -> None:
     assert counter.note(1, marker(0)) is None
     violation = counter.note(1, marker(1))
     assert violation == Violation("sequence", f"number 1 was given twice: to {marker(1)} and to {marker(0)}")
+    assert counter.gap(2, 0) is None, "the number that the second one should have had is no gap besides"
 
 
 def test_two_dumps_of_one_marker_are_told_and_the_same_dump_seen_twice_is_fine() -> None:

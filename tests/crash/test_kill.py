@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,11 +32,13 @@ if TYPE_CHECKING:
     from hsx.core.epoch import EpochRecord
     from hsx.testing.servers import RunningServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KILLS_OF_HSX = 20
 KILLS_OF_THE_SERVER = 5
-PATIENCE_S = 240.0
+FURTHEST = 14
+"""Samples that a kill waits for at most."""
+PATIENCE_S = 600.0
 
 
 def hsx(command: str, job: TinyJob) -> subprocess.Popen[bytes]:
@@ -51,10 +57,29 @@ def committed(job: TinyJob) -> dict[int, int]:
         return {row.index: ledger.sample(row.index).attempts for row in ledger.committed()}
 
 
-def wait_for_commits(job: TinyJob, process: subprocess.Popen[bytes], count: int) -> None:
-    """Waits until `count` samples are committed or the process has ended, so that a kill lands in the middle of the work."""
+def holds(job: TinyJob) -> bool:
+    """Whether the job's present server holds a prompt."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault", timeout=30) as answer:
+            return "hold" in json.load(answer)["struck"]
+    except OSError:
+        return False
+
+
+def release(job: TinyJob) -> None:
+    """Lets the job's present server hold nothing any more; nothing happens while it does not answer."""
+    url = f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault?kind=hold"
+    with suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=30):
+        pass
+
+
+def wait_for_commits(job: TinyJob, process: subprocess.Popen[bytes], count: int, *, or_held: bool = False) -> None:
+    """Waits until `count` samples are committed or the process has ended, so that a kill lands in the middle of the work.
+
+    With `or_held`, also until the server holds a prompt: then no more will come.
+    """
     deadline = time.monotonic() + PATIENCE_S
-    while len(committed(job)) < count and process.poll() is None:
+    while len(committed(job)) < count and process.poll() is None and not (or_held and holds(job)):
         assert time.monotonic() < deadline, f"{len(committed(job))} samples committed; expected {count}"
         time.sleep(0.01)
 
@@ -97,11 +122,14 @@ def test_hsx_killed_twenty_times(tmp_path: Path, server: RunningServer) -> None:
     rng = random.Random(20)
     for _ in range(KILLS_OF_HSX):
         before = committed(job)
+        # The server stops a little later, so that there is something left however late the kill comes.
+        asyncio.run(server.fault("hold", count=-1, match=f"-{len(before) + FURTHEST + 5}-"))
         process = hsx("run", job)
-        wait_for_commits(job, process, len(before) + rng.randint(1, 14))
+        wait_for_commits(job, process, len(before) + rng.randint(1, FURTHEST))
         time.sleep(rng.random() * 0.05)
         process.kill()
         process.wait()
+        asyncio.run(server.clear_faults())
         after = committed(job)
         assert before.items() <= after.items(), "a committed sample was lost or asked for again"
     before = committed(job)
@@ -114,11 +142,16 @@ def test_hsx_killed_twenty_times(tmp_path: Path, server: RunningServer) -> None:
 
 def test_the_server_killed_five_times(tmp_path: Path) -> None:
     samples = 120
+    # Each life stops at the next of these, so that there is something left however late the kill comes.
+    stops = [{"kind": "hold", "count": -1, "match": f"-{20 * number}-1-"} for number in range(1, KILLS_OF_THE_SERVER + 1)]
     job = make_job(
         tmp_path,
         samples=samples,
         longest=60,
-        engine={"ownership": "spawn"},
+        engine={
+            "ownership": "spawn",
+            "args": ["--allow-faults", *(word for stop in stops for word in ("--fault", json.dumps(stop)))],
+        },
         pipeline={"commit_samples": 4, "concurrency": 4},
         watchdog={"restart_budget": 10},
     )
@@ -126,11 +159,15 @@ def test_the_server_killed_five_times(tmp_path: Path) -> None:
     process = hsx("run", job)
     killed: set[str] = set()
     for _ in range(KILLS_OF_THE_SERVER):
-        wait_for_commits(job, process, len(committed(job)) + rng.randint(3, 15))
+        wait_for_commits(job, process, len(committed(job)) + rng.randint(3, 15), or_held=True)
         record = living_server(job, killed)
         killed.add(record.epoch)
         os.kill(record.pid, signal.SIGKILL)
-    assert process.wait(PATIENCE_S) == ExitCode.DONE
+    deadline = time.monotonic() + PATIENCE_S
+    while process.poll() is None and time.monotonic() < deadline:
+        release(job)  # the last life has the stops that are left
+        time.sleep(0.05)
+    assert process.returncode == ExitCode.DONE
     finish_and_prove(job, samples)
     with LedgerReader(job.loaded.state_dir / FILE_NAME) as ledger:
         assert {row.epoch for row in ledger.epochs() if row.reason == "alive"} == killed

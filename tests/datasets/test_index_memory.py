@@ -21,7 +21,7 @@ def measure(rows: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_million_rows_take_little_more_memory_than_ten_thousand() -> None:
     small, large = measure(10_000), measure(1_000_000)
     assert (small["rows"], large["rows"]) == (10_000, 1_000_000)

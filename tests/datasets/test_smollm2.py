@@ -26,7 +26,7 @@ def model(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_all_tensors_are_those_of_transformers(model: Path, smollm2_gguf: Path) -> None:
     import torch
     from safetensors.torch import load_file
@@ -48,7 +48,7 @@ def test_all_tensors_are_those_of_transformers(model: Path, smollm2_gguf: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_shape_and_tokenizer(model: Path) -> None:
     assert read_model_shape(model) == ModelShape(hidden_size=576, layers=30, vocab_size=49152, context_length=8192)
     from transformers import AutoTokenizer
@@ -60,7 +60,7 @@ def test_shape_and_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_prepared_folder_is_left_alone(model: Path, tmp_path: Path) -> None:
     before = (model / "model.safetensors").stat().st_mtime_ns
     assert smollm2.prepare(model, tmp_path / "no such file") == model
@@ -68,7 +68,7 @@ def test_prepared_folder_is_left_alone(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_demo_dataset_under_its_own_template(model: Path) -> None:
     rows = list(ChatRows(JsonlFile(DEMO), Limits(49152, 8184), ChatTemplate(model)))
     assert all(isinstance(row, Row) for row in rows)

@@ -274,7 +274,7 @@ def test_entering_takes_no_descriptor_for_good(dumps: DumpDirectory, dump_dir: P
     for _ in range(20):
         dumps.enter(OTHER)
         dumps.enter(EPOCH)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # what other tests have left may go meanwhile
 
 
 # --- arrivals

@@ -161,11 +161,10 @@ async def test_nobody_listens() -> None:
     """A refused connection means that the server is gone."""
     client = SGLangClient("127.0.0.1", free_port())
     assert not await client.answers()
-    for call in (client.prefill(MARKER, [1], 10), client.facts()):
+    for call in (client.prefill(MARKER, [1], 10), client.facts(), client.abort(MARKER)):
         with pytest.raises(EngineError) as caught:
             await call
         assert caught.value.kind == "server_gone"
-    await client.abort(MARKER)
     await client.close()
 
 

@@ -29,7 +29,7 @@ from hsx.testing.idle_server import PIDS_NAME, record_of, write_record
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 # A small hsx: it starts a server, says so, and waits to be killed.
 PARENT = """

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_done
-from hsx.testing.fault_matrix import log_lines, run_logged
+from hsx.testing.commands import hsx_done, log_lines
+from hsx.testing.fault_matrix import run_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_running
-from hsx.testing.fault_matrix import log_lines
+from hsx.testing.commands import hsx_running, log_lines
 from hsx.testing.holding import held_at
 from hsx.testing.mounts import filled, remount, tmpfs
 

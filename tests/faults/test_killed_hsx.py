@@ -22,7 +22,8 @@ from hsx.prepare import prepare
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView
-from hsx.testing.fault_matrix import log_lines, run_logged
+from hsx.testing.commands import log_lines
+from hsx.testing.fault_matrix import run_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

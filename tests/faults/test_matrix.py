@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hsx.testing.fault_matrix import ROWS, Matrix, log_lines, run_logged
+from hsx.testing.commands import log_lines
+from hsx.testing.fault_matrix import ROWS, Matrix, run_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,7 @@ import pytest
 
 from hsx.core.marker import Marker
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_done, hsx_running, wait_until
-from hsx.testing.fault_matrix import log_lines
+from hsx.testing.commands import hsx_done, hsx_running, log_lines, wait_until
 from hsx.testing.reference_model import ReferenceModel, reference_states
 from hsx.testing.servers import running_reference
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job

@@ -12,8 +12,7 @@ import pytest
 from hsx.core.epoch import RECORD_NAME, EpochRecord, record_from_json
 from hsx.engines.process import carrying, process_alive
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import HsxProcess, command_lines, hsx_running, wait_until
-from hsx.testing.fault_matrix import log_lines
+from hsx.testing.commands import HsxProcess, command_lines, hsx_running, log_lines, wait_until
 from hsx.testing.huggingface import HuggingFace
 from hsx.testing.sglang_job import (
     PATIENCE_S,
@@ -49,8 +48,9 @@ def judge(model: Path) -> HuggingFace:
 
 @pytest.fixture
 def job(tmp_path: Path, model: Path) -> SGLangJob:
-    """Prompts long enough that one of them is nearly always half done."""
-    return make_sglang_job(tmp_path / "job", model, tmp_path / "dumps", spawned(interpreter()), random_prompts(12, 100, 1200))
+    """Prompts long enough that one of them is nearly always half done, and not all of them asked for at once."""
+    prompts, pace = random_prompts(16, 100, 1200), {"start_rate": 3.0}
+    return make_sglang_job(tmp_path / "job", model, tmp_path / "dumps", spawned(interpreter()), prompts, pipeline=pace)
 
 
 def in_the_middle(process: HsxProcess, job: SGLangJob, kill: Callable[[EpochRecord], None]) -> tuple[EpochRecord, list[Marker]]:

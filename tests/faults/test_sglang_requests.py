@@ -1,7 +1,7 @@
 """The fault matrix on the real SGLang, what a living server is put through: one server for all rows, one job for each.
 
 Hugging Face in float32 says what the states are. No test depends on speed: what has to be in the middle of something is held
-there, with the process that does it stopped, until it was seen.
+there, with the process that does it stopped, until it was seen; and samples start so slowly that a job is not over before.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from hsx.core.epoch import RECORD_NAME, STATE_NAME, CaptureState, state_from_jso
 from hsx.core.marker import Marker, parse
 from hsx.exit_codes import ExitCode
 from hsx.testing.capture_server import CPU_VARIABLES, START_S, CaptureServer
-from hsx.testing.commands import HsxProcess, hsx_done, hsx_running, wait_until
-from hsx.testing.fault_matrix import log_lines
+from hsx.testing.commands import HsxProcess, hsx_done, hsx_running, log_lines, wait_until
 from hsx.testing.huggingface import HuggingFace
 from hsx.testing.servers import RunningServer, running
 from hsx.testing.sglang_job import (
@@ -292,9 +291,9 @@ def test_as_many_foreign_requests_as_ours(shared: Shared, tmp_path: Path, seen: 
 
 
 def test_health_probes_and_warm_ups_between_requests(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
-    """Each probe is a forward of its own, under a name of the server's; at three starts a second the job outlasts some."""
+    """Each probe is a forward of its own, under a name of the server's; at a start a second the job outlasts some."""
     prompts = random_prompts(24, 20, 200)
-    job = shared.job(tmp_path / "job", prompts, pipeline={"start_rate": 3.0})
+    job = shared.job(tmp_path / "job", prompts, pipeline={"start_rate": 1.0})
     probes = 0
     with hsx_running(job.path, "run") as process:
         began(process)
@@ -317,8 +316,8 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
     The scheduler stands still between the look at the half-done prompt and its abort; only a prompt whose last chunk is under
     way may still be finished, so it is tried until three attempts have failed.
     """
-    prompts = random_prompts(10, 800, 1200)
-    job = shared.job(tmp_path / "job", prompts)
+    prompts = random_prompts(30, 800, 1200)
+    job = shared.job(tmp_path / "job", prompts, pipeline={"retries": 30})
     folder, enough = shared.server.folder, 3
 
     with hsx_running(job.path, "run") as process:
@@ -366,7 +365,7 @@ def wait_until_over(process: HsxProcess, markers: set[Marker]) -> None:
 def test_full_queue(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
     """More requests than the queue takes, all of them there before the scheduler looks at the first."""
     prompts = random_prompts(90, 10, 100)
-    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 64})
+    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 64, "start_rate": 5.0})
     with hsx_running(job.path, "run") as process:
         began(process)
         url = process.events("status.listening")[0]["url"] + "/status"
@@ -497,16 +496,19 @@ def test_ids_outside_the_vocabulary(shared: Shared, tmp_path: Path, seen: Callab
 
 @pytest.mark.parametrize("spare", FULL.values(), ids=FULL.keys())
 def test_full_dump_directory(shared: Shared, tmp_path: Path, seen: Callable[..., Any], spare: int) -> None:
-    """The tmpfs is full when the job's first sample comes, and free again once hsx has noticed."""
+    """The tmpfs is full while a prompt is at the server, and free again once hsx has noticed."""
     if not shared.small:
         assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount"
         pytest.skip("mounting a tmpfs needs root")
     prompts = random_prompts(16, 100, 300)
-    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 4})
+    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 4, "start_rate": 1.0})
     filler = shared.dump_dir / "filler"
     with hsx_running(job.path, "run") as process:
         began(process)
+        url = process.events("status.listening")[0]["url"] + "/status"
         with frozen(shared.scheduler):
+            # Once it is full, hsx asks for nothing more: a prompt has to be at the server already.
+            wait_until(lambda: in_flight(url) > 0 or process.process.poll() is not None, "a prompt at the server", PATIENCE_S)
             fill(filler, spare)
         try:
             wait_until(
@@ -537,7 +539,7 @@ def fill(filler: Path, spare: int) -> None:
 def test_seed_story(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
     """Warm-ups, the client killed with requests under way and started again, the server never: it has counted all of it."""
     prompts = random_prompts(24, 100, 600)
-    slow = shared.job(tmp_path / "job", prompts, pipeline=NEVER)
+    slow = shared.job(tmp_path / "job", prompts, pipeline={**NEVER, "start_rate": 2.0})
     folder = shared.server.folder
     for number in range(5):
         assert shared.prefill(uuid.uuid4().hex, prompts[number]) == 200

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_running, wait_until
-from hsx.testing.fault_matrix import log_lines
+from hsx.testing.commands import hsx_running, log_lines, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +41,7 @@ def test_states_that_shift_from_some_moment_on(spawned: Callable[..., TinyJob], 
         {"kind": "hold", "count": -1, "match": f"-{HELD}-1-"},
         samples=SAMPLES,
         pipeline={"concurrency": 2},
-        watchdog={"canary_every": 10},
+        watchdog={"canary_every": 10, "grace_s": 600.0},
     )
     with hsx_running(job.loaded.path, "run", "--json") as running:
         wait_until(lambda: bool(ask(job, "GET").get("hold")), "a prompt that is held")

@@ -11,6 +11,7 @@ from asyncinotify import Inotify, Mask
 
 from hsx.core.dump import SUFFIX
 from hsx.core.marker import Marker
+from hsx.testing.commands import POLL_S
 from hsx.testing.fault_matrix import run_logged
 
 if TYPE_CHECKING:
@@ -58,12 +59,20 @@ async def test_once_it_is_mended_and_always_it_is_quarantined(
 async def test_rows_swapped_between_two_samples_are_caught_in_both(
     job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result]
 ) -> None:
-    """Which samples meet in a batch is the server's to say, so any first attempt may be struck; canaries are not."""
+    """Which samples meet in a batch is the server's to say, so any first attempt may be struck; canaries are not.
+
+    The first prompt is held until others wait behind it, however slowly they come.
+    """
     job = job_of(watchdog={"violations": 100})
     before = (await server.struck()).get("swapped_rows_between_two", 0)
     for sample in range(SAMPLES):
         await server.fault("swapped_rows_between_two", match=f"-{sample}-1-")
-    _, log = await run_logged(job)
+    await server.fault("hold", count=-1, match="-0-1-")
+    run = asyncio.create_task(run_logged(job))
+    while not run.done() and await server.waiting() < 5:  # noqa: ASYNC110 - the server tells nobody
+        await asyncio.sleep(POLL_S)
+    await server.clear_faults("hold")
+    _, log = await run
     swaps = (await server.struck())["swapped_rows_between_two"] - before
     seen("rows_swapped", job.loaded, log=log, events=("attempt.failed", "invariant.violated"))
     assert swaps > 0
@@ -100,12 +109,12 @@ async def test_dumps_past_their_deadline_are_never_paired(
     with Inotify() as inotify:
         inotify.add_watch(server.folder, Mask.MOVED_TO | Mask.DELETE)
         run = asyncio.create_task(run_logged(job))
-        for what in (Mask.MOVED_TO, Mask.DELETE):
-            late = {"-3-1-", "-5-1-"}
-            while late:
-                event = await inotify.get()
-                if event.mask & what and str(event.name).endswith(SUFFIX):
-                    late = {match for match in late if match not in str(event.name)}
+        # One may be swept before the other comes.
+        awaited = {(what, match) for what in (Mask.MOVED_TO, Mask.DELETE) for match in ("-3-1-", "-5-1-")}
+        while awaited:
+            event = await inotify.get()
+            if str(event.name).endswith(SUFFIX):
+                awaited = {(what, match) for what, match in awaited if not event.mask & what or match not in str(event.name)}
     await server.clear_faults("hold")
     _, log = await run
     for row in ("dump_too_late", "stale_attempt"):

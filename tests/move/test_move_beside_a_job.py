@@ -18,9 +18,10 @@ from hsx.testing.truth import wrong_samples
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLES, HELD = 60, 30
+HOLD = {"kind": "hold", "count": -1, "match": f"-{HELD}-1-"}
 
 
 def homes(job: TinyJob) -> dict[int, str]:
@@ -57,16 +58,14 @@ def test_to_and_fro_while_samples_come_and_go(tmp_path: Path) -> None:
         tmp_path,
         samples=SAMPLES,
         longest=60,
-        engine={"ownership": "spawn", "args": ["--allow-faults"]},
+        engine={"ownership": "spawn", "args": ["--allow-faults", "--fault", json.dumps(HOLD)]},
         pipeline={"commit_samples": 4, "concurrency": 2},
-        watchdog={"canary_every": 10},
+        watchdog={"canary_every": 10, "grace_s": 600.0},
     )
     rng = random.Random(3)
     file = job.loaded.path
     moved = kills = 0
     with hsx_running(file, "run") as running:
-        running.wait_for("canary.passed")
-        fault(job, "POST", {"kind": "hold", "count": -1, "match": f"-{HELD}-1-"})
         wait_until(lambda: bool(fault(job, "GET").get("hold")), "a prompt that is held")
         # Everything up to here is moved once, in peace, beside the job that waits for its server.
         done = hsx_done(file, "move", "a", "--json")

@@ -45,9 +45,7 @@ def committed(job: TinyJob) -> int:
 
 @pytest.mark.slow
 async def test_a_sample_that_kills_each_server_that_is_asked_for_it_again_is_pending_in_the_end(tmp_path: Path) -> None:
-    job = make_job(
-        tmp_path, SAMPLES, engine={"start_timeout_s": 5.0}, watchdog={"restart_budget": 0}, pipeline={"concurrency": 1}
-    )
+    job = make_job(tmp_path, SAMPLES, watchdog={"restart_budget": 0}, pipeline={"concurrency": 1})
     rows = await left_by_a_dead_server(job)
     last = rows[-1]
     for _ in range(TRIES_AGAIN):
@@ -71,7 +69,6 @@ async def test_a_sample_on_a_root_that_is_away_vouches_for_nothing_and_stops_not
     job = make_job(
         tmp_path,
         SAMPLES,
-        engine={"start_timeout_s": 5.0},
         watchdog={"restart_budget": 0},
         pipeline={"concurrency": 1},
         storage={"on_missing_root": "go_on"},

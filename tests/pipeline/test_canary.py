@@ -40,7 +40,8 @@ async def canaries_sent(job: TinyJob) -> int:
 async def test_canaries_go_at_boot_at_intervals_and_at_the_end(
     served_job_of: Callable[..., TinyJob], every: int, least: int
 ) -> None:
-    job = served_job_of(watchdog={"canary_every": every})
+    # Committed one by one, for a canary in between: after a single group, one would be the interval's and the end's.
+    job = served_job_of(watchdog={"canary_every": every}, pipeline={"commit_samples": 1})
     outcome = await job.run()
     assert outcome.committed == SAMPLES
     sent = await canaries_sent(job)
@@ -116,7 +117,7 @@ async def requeue(job: TinyJob) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["second process", "another counter", "folder deleted"])
 async def test_who_else_writes_into_the_epoch_ends_it(tmp_path: Path, how: str) -> None:
-    job = make_job(tmp_path, engine={"start_timeout_s": 20.0}, watchdog={"restart_budget": 0})
+    job = make_job(tmp_path, watchdog={"restart_budget": 0})
     async with job.server() as server:
         await server.fault("hold", count=-1, match="-5-1-")
         running = asyncio.create_task(job.run())

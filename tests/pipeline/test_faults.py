@@ -61,7 +61,7 @@ async def test_a_fault_is_caught_named_and_mended_by_a_retry(
 async def test_what_is_odd_but_harmless_costs_nothing(
     served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str
 ) -> None:
-    job = served_job_of()
+    job = served_job_of(pipeline={"dump_deadline_s": 60.0})
     outcome = await run_with(server, job, fault, count=1, match="-3-1-", strikes=1)
     assert outcome.committed == 12
     with job.ledger() as ledger:

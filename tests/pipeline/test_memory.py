@@ -17,7 +17,7 @@ from hsx.testing.tiny_job import TinyJob, make_job
 if TYPE_CHECKING:
     from hsx.testing.servers import RunningServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLES = 10_000
 PER_SAMPLE_BYTES = 1024
@@ -59,10 +59,10 @@ def test_ten_thousand_samples_need_no_more_memory_than_two_thousand(tmp_path: Pa
         )
         seen = watch(job, process)
     assert process.returncode == ExitCode.DONE, (tmp_path / "run.log").read_text()[-2000:]
-    early = [kib for committed, kib in seen if SAMPLES // 10 <= committed <= SAMPLES // 5]
-    late = [kib for committed, kib in seen if committed >= SAMPLES * 9 // 10]
-    assert early, "the run was never seen between 1,000 and 2,000 samples"
-    assert late, "the run was never seen above 9,000 samples"
+    early = [kib for committed, kib in seen if SAMPLES // 20 <= committed <= SAMPLES // 5]
+    late = [kib for committed, kib in seen if committed >= SAMPLES * 4 // 5]
+    assert early, "the run was never seen between 500 and 2,000 samples"
+    assert late, "the run was never seen above 8,000 samples"
     growth = max(late) - max(early)
     per_sample = growth * 1024 / (SAMPLES * 0.8)
     assert per_sample < PER_SAMPLE_BYTES, f"grew from {max(early)} to {max(late)} KiB, {per_sample:.0f} bytes a sample"

@@ -6,17 +6,13 @@ Servers that hang, or die at boot, are rows of the fault matrix, in tests/faults
 from __future__ import annotations
 
 import json
-import signal
-import urllib.error
 import urllib.request
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hsx.core.epoch import RECORD_NAME
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import HsxProcess, command_lines, hsx_done, hsx_running, wait_until
+from hsx.testing.commands import command_lines, hsx_done, hsx_running, wait_until
 from hsx.testing.servers import free_port
 from hsx.testing.tiny_job import TinyJob, make_job
 from hsx.testing.truth import wrong_samples
@@ -28,42 +24,40 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SAMPLES = 12
+MIXED_UP = ("wrong_ids", "-3-1-"), ("dump_of_another_sample", "-4-1-")
 
 
-def spawned(folder: Path, watchdog: dict[str, Any], pipeline: dict[str, Any] | None = None) -> TinyJob:
-    """A job that owns its server; the server takes faults, and dies at boot while `deaths` holds a number above 0."""
+Faults = tuple[str, str]
+"""A kind of fault, and part of the marker of the first attempt that it strikes."""
+
+
+def spawned(
+    folder: Path, watchdog: dict[str, Any], *faults: Faults, pipeline: dict[str, Any] | None = None, count: int = 1
+) -> TinyJob:
+    """A job that owns its server; each life of the server arms the faults, and dies at boot while `deaths` is above 0."""
+    armed = [{"kind": kind, "count": count, "match": match} for kind, match in faults]
     engine = {
         "ownership": "spawn",
         "port": free_port(),
-        "args": ["--allow-faults", "--die-at-boot", str(folder / "deaths")],
+        "args": ["--allow-faults", "--die-at-boot", str(folder / "deaths")]
+        + [word for fault in armed for word in ("--fault", json.dumps(fault))],
         "stop_grace_s": 5.0,
     }
     watchdog = {"backoff_first_s": 0.05, "backoff_longest_s": 0.1, **watchdog}
     return make_job(folder, samples=SAMPLES, engine=engine, watchdog=watchdog, pipeline=pipeline or {})
 
 
-def arm(job: TinyJob, kind: str, match: str) -> bool:
-    """Arms a fault in the job's server; False while it does not listen."""
-    body = json.dumps({"kind": kind, "count": 1, "match": match, "value": None}).encode()
-    url = f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault"
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+def faults_of(job: TinyJob, method: str, body: dict[str, Any] | None = None, query: str = "") -> dict[str, int]:
+    """Arms, disarms or lists faults of the job's server; returns how often each has struck. Nothing while it is not up."""
+    url = f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault{query}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
-        return False
-
-
-def armed_before_the_first_request(job: TinyJob, running: HsxProcess, *faults: tuple[str, str]) -> None:
-    """Halts hsx while its first server starts, until the faults (kind, part of the marker) are armed in it.
-
-    The record is written before the server loads anything, so hsx cannot have asked for anything by then.
-    """
-    wait_until(lambda: any(job.loaded.dump_dir.glob(f"*/{RECORD_NAME}")), "a server's record")
-    running.send(signal.SIGSTOP)
-    for kind, match in faults:
-        wait_until(partial(arm, job, kind, match), f"a server that takes {kind}")
-    running.send(signal.SIGCONT)
+            text = answer.read()
+    except OSError:
+        return {}
+    return dict(json.loads(text)["struck"]) if text else {}
 
 
 def voided(job: TinyJob) -> list[str | None]:
@@ -89,9 +83,8 @@ def _no_server_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_server_left")
 def test_a_server_that_mixes_up_prompts_is_restarted(tmp_path: Path) -> None:
-    job = spawned(tmp_path, {"violations": 2, "violation_window_s": 600.0}, pipeline={"retries": 5})
+    job = spawned(tmp_path, {"violations": 2, "violation_window_s": 600.0}, *MIXED_UP, pipeline={"retries": 5})
     with hsx_running(job.loaded.path, "run", "--json") as running:
-        armed_before_the_first_request(job, running, ("wrong_ids", "-3-1-"), ("dump_of_another_sample", "-4-1-"))
         assert running.wait() == ExitCode.DONE, running.error()
     complete(job)
     assert voided(job) == ["tokens_equal", None]
@@ -100,9 +93,8 @@ def test_a_server_that_mixes_up_prompts_is_restarted(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_server_left")
 def test_violations_below_the_limit_cost_no_restart(tmp_path: Path) -> None:
-    job = spawned(tmp_path, {"violations": 3, "violation_window_s": 600.0}, pipeline={"retries": 5})
+    job = spawned(tmp_path, {"violations": 3, "violation_window_s": 600.0}, *MIXED_UP, pipeline={"retries": 5})
     with hsx_running(job.loaded.path, "run", "--json") as running:
-        armed_before_the_first_request(job, running, ("wrong_ids", "-3-1-"), ("dump_of_another_sample", "-4-1-"))
         assert running.wait() == ExitCode.DONE, running.error()
     complete(job)
     assert voided(job) == [None]
@@ -111,11 +103,14 @@ def test_violations_below_the_limit_cost_no_restart(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_server_left")
 def test_a_spent_restart_budget_ends_the_job_and_loses_nothing(tmp_path: Path) -> None:
-    job = spawned(tmp_path, {"restart_budget": 2}, pipeline={"concurrency": 1, "commit_seconds": 0.01})
+    one_by_one = {"concurrency": 1, "commit_seconds": 0.01}
+    job = spawned(tmp_path, {"restart_budget": 2}, ("hold", "-6-1-"), pipeline=one_by_one, count=-1)
     deaths = tmp_path / "deaths"
     with hsx_running(job.loaded.path, "run") as running:
-        armed_before_the_first_request(job, running, ("die", "-7-1-"))
+        wait_until(lambda: bool(faults_of(job, "GET").get("hold")), "a prompt that is held")
         deaths.write_text("100")
+        faults_of(job, "POST", {"kind": "die", "count": 1, "match": "-7-1-"})
+        faults_of(job, "DELETE", query="?kind=hold")
         assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
     assert running.error().startswith("[restart_budget]")
     assert "watchdog.restart_budget" in running.error()
@@ -137,9 +132,8 @@ def test_a_spent_restart_budget_ends_the_job_and_loses_nothing(tmp_path: Path) -
 
 @pytest.mark.usefixtures("_no_server_left")
 def test_a_server_that_dies_at_every_prompt_spends_the_budget_too(tmp_path: Path) -> None:
-    job = spawned(tmp_path, {"restart_budget": 0})
+    job = spawned(tmp_path, {"restart_budget": 0}, ("die", "-0-1-"))
     with hsx_running(job.loaded.path, "run") as running:
-        armed_before_the_first_request(job, running, ("die", "-0-1-"))
         assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
     assert running.error().startswith("[restart_budget]")
     assert "alive" in running.error()

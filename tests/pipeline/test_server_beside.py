@@ -24,7 +24,7 @@ def test_an_old_server_beside_is_told_in_the_log(job: TinyJob) -> None:
         running_reference(job.loaded.dump_dir, job.loaded.config.capture.layers, model=model, port=port) as server,
         hsx_running(job.folder / "job.toml", "run") as running,
     ):
-        assert running.wait(60) == ExitCode.DONE, running.log.read_text()
+        assert running.wait() == ExitCode.DONE, running.log.read_text()
         reasons = [event["reason"] for event in running.events("engine.waiting")]
         assert [event["epoch"] for event in running.events("epoch.began")] == [server.record.epoch]
     told = f"another server still lives in {job.loaded.dump_dir}: epoch {old.epoch}, pid {os.getpid()}, port 7"

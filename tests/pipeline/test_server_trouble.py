@@ -104,11 +104,15 @@ async def test_a_failing_boot_canary_is_tried_again(
     assert (outcome.committed, outcome.restarts) == (12, 1)
 
 
-@pytest.mark.parametrize(("fault", "words"), [("dump_never", "brought no dump"), ("wrong_ids", "violates tokens_equal")])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [pytest.param("dump_never", "brought no dump", marks=pytest.mark.slow), ("wrong_ids", "violates tokens_equal")],
+)
 async def test_a_boot_canary_without_a_sound_dump_ends_the_run(
     served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str, words: str
 ) -> None:
-    job = served_job_of(watchdog={"grace_s": 0.5}, pipeline={"dump_deadline_s": 0.5})
+    """The same time is given to the answer, which has to come in it, and then to the dump, which does not come."""
+    job = served_job_of(watchdog={"grace_s": 5.0}, pipeline={"dump_deadline_s": 5.0})
     await server.fault(fault, count=1, match="-c1-")
     with pytest.raises(RunError, match=words) as caught:
         await job.run()

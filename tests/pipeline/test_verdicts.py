@@ -21,7 +21,7 @@ from hsx.engines.external import ExternalOwner
 from hsx.engines.process import process_alive
 from hsx.engines.sglang import SGLangClient
 from hsx.epoch import LiveEpoch
-from hsx.errors import SampleError
+from hsx.errors import EngineError, RunError, SampleError
 from hsx.model_config import read_model_shape
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.suspects import Suspects
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
     from hsx.core.invariants import Answer
     from hsx.core.marker import Marker
+    from hsx.ports import ServerFacts
     from hsx.testing.servers import RunningServer
+    from hsx.testing.tiny_job import TinyJob
 
 RECORD = EpochRecord("e1", "boot", 1, 2, "", ("sglang",), "m", "", (1,), "post_norm", "sglang", "0.5.23", "0.1.0", "h", 1)
 KILLED = Violation("alive", "the server was killed by signal 9")
@@ -194,3 +196,60 @@ async def test_a_request_that_nobody_watched_is_held_against_nobody(tmp_path: Pa
     assert "nobody watched this request for 60 s" in told["message"]
     with job.ledger() as opened:
         assert opened.failures_by_reason() == {}
+
+
+# --- server_gone ------------------------------------------------------------------------------------------------------
+
+
+def outside_with(job: TinyJob, client: SGLangClient) -> Outside:
+    """The world as it is, but for the client."""
+    engine = job.loaded.config.engine
+    return Outside(client=client, owner=ExternalOwner(job.loaded.dump_dir, engine.port, engine.start_timeout_s))
+
+
+class BusyClient(SGLangClient):
+    """Its server answers the first question for its settings too late."""
+
+    asked = 0
+
+    async def facts(self) -> ServerFacts:
+        """As ever, but for the first time."""
+        self.asked += 1
+        if self.asked == 1:
+            raise EngineError("server_gone", "it does not answer: TimeoutError")
+        return await super().facts()
+
+
+async def test_a_server_that_answers_late_when_it_has_just_come_up_is_asked_again(
+    tmp_path: Path, server: RunningServer
+) -> None:
+    job = make_job(tmp_path, server=server)
+    client = BusyClient(job.loaded.config.engine.host, job.loaded.config.engine.port)
+    outcome = await run_job(job.loaded, outside=outside_with(job, client))
+    assert (outcome.committed, outcome.restarts, client.asked) == (12, 0, 2)
+
+
+class AbandonedClient(SGLangClient):
+    """The connection of sample 3 breaks, and then nobody listens any more; that the server has died is not known yet."""
+
+    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+        """As ever, but for that sample."""
+        if marker.index == 3 and not marker.canary:
+            raise SampleError("request_failed", f"{marker}: the connection was lost")
+        return await super().prefill(marker, input_ids, timeout_s)
+
+    async def abort(self, marker: Marker) -> None:
+        """Finds nobody."""
+        raise EngineError("server_gone", "nobody listens")
+
+
+async def test_a_connection_that_a_dying_server_breaks_is_held_against_no_sample(tmp_path: Path, server: RunningServer) -> None:
+    job = make_job(tmp_path, server=server, pipeline={"retries": 0})
+    client = AbandonedClient(job.loaded.config.engine.host, job.loaded.config.engine.port)
+    with pytest.raises(RunError, match="voided for alive") as caught:
+        await run_job(job.loaded, outside=outside_with(job, client))
+    assert caught.value.kind == "epoch_void"
+    with job.ledger() as opened:
+        (epoch,) = opened.epochs()
+        assert (epoch.reason, opened.failures_by_reason()) == ("alive", {})
+        assert 3 in epoch.requeued
