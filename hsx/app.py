@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hsx.errors import RunError
+import structlog
+
+from hsx.errors import HsxError, RunError
 from hsx.locks import JOB_LOCK, locked, store_lock
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
 from hsx.signals import handled_signals
 from hsx.status import StatusServer
+from hsx.status.token import read_token
 from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_reader import LedgerReader
 from hsx.systemd import Notifier
 from hsx.telemetry import Telemetry
 from hsx.wiring import Outside, Wiring, real_outside
@@ -107,7 +112,10 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
         try:
             before = await ledger.counts()
             violations = await ledger.violations_by_invariant()
-            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
+            with LedgerReader(job.ledger) as reader:
+                quarantined = reader.quarantined_by_reason()
+            structlog.contextvars.bind_contextvars(run=ledger.run)
+            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations, quarantined)
             await _revoke_overdue(ledger, telemetry)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
             await run.begin()
@@ -138,6 +146,7 @@ class Run:
     ) -> None:
         self._loaded = loaded
         self._job = job
+        self._ledger = ledger
         self._telemetry = telemetry
         self._notifier = notifier
         self._progress = progress
@@ -159,9 +168,13 @@ class Run:
 
     async def run(self) -> bool:
         """Extracts; True when a signal cut the run short."""
-        status = StatusServer(self._telemetry, self._facts, self._loaded.config.status.host, self._loaded.config.status.port)
-        if self._loaded.config.status.enabled:
+        settings = self._loaded.config.status
+        token = read_token(settings.token_file, os.environ) if settings.enabled else ""
+        status = StatusServer(self._telemetry, self._facts, settings.host, settings.port, token=token)
+        await asyncio.to_thread(self._meet_roots)
+        if settings.enabled:
             self._telemetry.log.info("status.listening", url=await status.start())
+        self._telemetry.phase("extracting")
         self._notifier.ready("extracting")
         try:
             with handled_signals(self._on_signal):
@@ -174,6 +187,10 @@ class Run:
                     await self._parts.copies.take()
                     for task in others:
                         task.cancel()
+            self._telemetry.phase(await self._end())
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
         finally:
             self._parts.shutdown()
             self._parts.dumps.close()
@@ -183,6 +200,27 @@ class Run:
             if self._progress:
                 self._progress.update(self._telemetry.snapshot())
         return self._interrupted
+
+    def _meet_roots(self) -> None:
+        """Tells how large the roots are. Blocks."""
+        for root in self._loaded.roots:
+            with suppress(OSError):
+                disk = os.statvfs(root.path)
+                self._telemetry.root_known(root.name, str(root.path), disk.f_blocks * disk.f_frsize, root.reserve)
+
+    async def _end(self) -> str:
+        """How a run ended that nothing broke, for its status."""
+        return "interrupted" if self._interrupted and (await self._ledger.counts()).pending else "done"
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """The run ends by an error, which the status shows to whoever listens."""
+        cause = _deepest(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, asyncio.CancelledError):
+            self._telemetry.phase("interrupted", reason="forced to stop by a second signal")
+        elif isinstance(cause, HsxError):
+            self._telemetry.phase("failed", kind=cause.kind, reason=cause.message)
+        else:
+            self._telemetry.phase("failed", reason=f"{type(cause).__name__}: {cause}")
 
     async def _extract_all(self) -> None:
         """Extracts until nothing is pending, vouched for by a canary, and synced; or, drained, for what there is."""
@@ -217,6 +255,7 @@ class Run:
             return
         self._interrupted = True
         self._telemetry.log.info("run.draining", signal=name, attempts=self._parts.pipeline.attempts)
+        self._telemetry.phase("draining", reason=name)
         self._notifier.stopping("draining")
         self._parts.pipeline.drain()
         self._parts.vouching.drain()
@@ -243,6 +282,10 @@ class Run:
                 "staging_bytes": self._loaded.staging_bytes,
             },
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
+            "health": {
+                "ok": self._parts.watchdog.is_looking(),
+                "reason": "" if self._parts.watchdog.is_looking() else "the watchdog does not look: hsx hangs, or was stopped",
+            },
         }
 
 
