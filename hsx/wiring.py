@@ -30,6 +30,7 @@ from hsx.engines.external import ExternalOwner
 from hsx.engines.leftovers import sweep_shared_memory
 from hsx.engines.process import boot_id, process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.engines.systemd_unit import SystemdOwner
 from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
 from hsx.locks import MOVE_LOCK, Homes, locked
@@ -382,6 +383,8 @@ def make_owner(loaded: LoadedConfig) -> EngineOwner:
     engine = loaded.config.engine
     if engine.ownership == "external":
         return ExternalOwner(loaded.dump_dir, engine.port, engine.start_timeout_s)
+    if engine.ownership == "systemd":
+        return SystemdOwner(loaded.server_unit, loaded.dump_dir, engine.port, engine.start_timeout_s)
     python = engine.python or sys.executable
     return SpawnOwner(
         SpawnPlan(
