@@ -204,7 +204,7 @@ class Status(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8470
     """0 takes any free port and logs it."""
     token_file: str = ""
-    """File with a bearer token that clients must send, for everything but `/healthz` and the empty dashboard; 16 characters or more.
+    """File with a bearer token of 16 characters or more, without which only `/healthz` and an empty dashboard are shown.
     Without it, the systemd credential `hsx-status-token` counts, where there is one."""
 
 

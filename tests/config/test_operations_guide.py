@@ -12,8 +12,8 @@ from hsx.config_schema import keys
 from hsx.core.invariants import INVARIANTS
 from hsx.core.policy import POLICY
 from hsx.errors import KINDS
+from hsx.events import EVENTS
 from hsx.exit_codes import ExitCode
-from hsx.logs import EVENTS
 from hsx.metrics import METRICS
 from hsx.status import StatusServer
 from hsx.telemetry import Telemetry
@@ -39,8 +39,9 @@ def test_every_key_of_the_status_document_is_in_the_guide() -> None:
 
 def test_every_name_is_in_its_page() -> None:
     names = page("names.md")
-    for table in (KINDS, INVARIANTS, EVENTS, {spec.name: spec for spec in METRICS}):
+    for table in (KINDS, INVARIANTS, {spec.name: spec for spec in METRICS}):
         assert [name for name in table if f"| `{name}` |" not in names] == []
+    assert [name for name in EVENTS if f"### `{name}`" not in page("events.md")] == []
     assert [code.name for code in ExitCode if f"| {code.value} | {code.name} |" not in page("exit-codes.md")] == []
     assert [key for key in keys() if f"| `{key.partition('.')[2]}` |" not in page("job-file.md")] == []
 
