@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from hsx.errors import HsxError, RunError
+from hsx.config_check import check
+from hsx.config_load import load
+from hsx.errors import ConfigError, HsxError, RunError
 from hsx.locks import JOB_LOCK, locked, store_lock
+from hsx.logs import set_level
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
-from hsx.signals import handled_signals
+from hsx.reload import changes, with_changes
+from hsx.signals import handled_hangups, handled_signals
 from hsx.status import StatusServer
 from hsx.status.token import read_token
 from hsx.stores.ledger import SqliteLedger
@@ -152,6 +156,7 @@ class Run:
         self._progress = progress
         self._parts = Wiring(loaded, job, ledger, telemetry, outside)
         self._interrupted = False
+        self._reload = asyncio.Event()
 
     async def begin(self) -> None:
         """Finds out what a power cut has cost, where disks are synced now and then only; those samples are pending again."""
@@ -177,13 +182,14 @@ class Run:
         self._telemetry.phase("extracting")
         self._notifier.ready("extracting")
         try:
-            with handled_signals(self._on_signal):
+            with handled_signals(self._on_signal), handled_hangups(self._reload.set):
                 async with asyncio.TaskGroup() as services:
                     committing = services.create_task(self._parts.writer.run())
                     others = [services.create_task(service) for service in self._services()]
                     await self._extract_all()
                     await self._parts.writer.close()
                     await committing
+                    self._parts.busy_with = "copies of the ledger"
                     await self._parts.copies.take()
                     for task in others:
                         task.cancel()
@@ -196,7 +202,7 @@ class Run:
             self._parts.dumps.close()
             await self._parts.client.close()
             await status.stop()
-            self._notifier.stopping()
+            self._notifier.stopping(summary_line(self._telemetry.snapshot()))
             if self._progress:
                 self._progress.update(self._telemetry.snapshot())
         return self._interrupted
@@ -227,7 +233,10 @@ class Run:
         while True:
             await self._parts.pipeline.run()
             vouched = await self._parts.vouching.close(self._parts.supervisor.ready)
-            if await self._parts.syncing.close() and vouched:
+            self._parts.busy_with = "disks that are synced"
+            synced = await self._parts.syncing.close()
+            self._parts.busy_with = ""
+            if synced and vouched:
                 break
         epoch = self._parts.supervisor.epoch
         if epoch is not None:
@@ -243,8 +252,9 @@ class Run:
             self._parts.dumps.watch(),
             self._parts.syncing.run(),
             self._parts.copies.run(),
-            self._notifier.keep_alive(self._parts.watchdog.is_looking),
+            self._notifier.keep_alive(self._parts.soundness.ok),
             self._report(),
+            self._reload_when_asked(),
         ]
 
     def _on_signal(self, name: str) -> None:
@@ -257,8 +267,46 @@ class Run:
         self._telemetry.log.info("run.draining", signal=name, attempts=self._parts.pipeline.attempts)
         self._telemetry.phase("draining", reason=name)
         self._notifier.stopping("draining")
+        self._notifier.extend_timeout(self._parts.patience_s())
         self._parts.pipeline.drain()
         self._parts.vouching.drain()
+
+    async def _reload_when_asked(self) -> None:
+        """Reads the job file again at each SIGHUP; says what of it takes effect, and what does not."""
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            self._notifier.reloading()
+            said = await self._read_again()
+            self._notifier.ready(said)
+
+    async def _read_again(self) -> str:
+        """Takes over what may change in a run. A file with a fault in it changes nothing."""
+        log = self._telemetry.log
+        try:
+            new = await asyncio.to_thread(load, self._loaded.path)
+            found = changes(self._loaded, new)
+            together = with_changes(self._loaded, new)
+            faults = [
+                f"{finding.key}: {finding.message}"
+                for finding in await asyncio.to_thread(check, together, self._job.shape, int(self._job.samples.lengths.max()))
+                if finding.level == "error" and finding.key in found.taken
+            ]
+            if faults:
+                raise ConfigError("config_conflict", faults)
+        except ConfigError as error:
+            log.warning("config.refused", keys=[], message=error.message)
+            return f"reload refused: {error.message}"
+        self._loaded = together
+        self._parts.change(together)
+        if "log.level" in found.taken:
+            set_level(together.config.log.level)
+        log.info("config.reloaded", changed=found.taken)
+        if found.refused:
+            why = "these may not change in a run: start hsx again to have them"
+            log.warning("config.refused", keys=list(found.refused), message=why)
+            return f"reloaded, but for {', '.join(found.refused)}, which may not change in a run"
+        return "reloaded"
 
     async def _report(self) -> None:
         """Feeds the progress view and the service manager's status line."""
@@ -269,12 +317,12 @@ class Run:
             if self._progress:
                 self._progress.update(snapshot)
             self._notifier.status(summary_line(snapshot))
-            if self._interrupted:
+            if self._interrupted and self._parts.soundness.ok():
                 self._notifier.extend_timeout(self._parts.patience_s())
             await asyncio.sleep(min(every, STARTING_EVERY_S) if self._parts.supervisor.epoch is None else every)
 
     def _facts(self) -> dict[str, Any]:
-        config = self._loaded.config
+        config, fault = self._loaded.config, self._parts.soundness.fault()
         return {
             "limits": {
                 "requests": config.pipeline.concurrency,
@@ -283,8 +331,8 @@ class Run:
             },
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
             "health": {
-                "ok": self._parts.watchdog.is_looking(),
-                "reason": "" if self._parts.watchdog.is_looking() else "the watchdog does not look: hsx hangs, or was stopped",
+                "ok": not fault,
+                "reason": fault,
             },
         }
 

@@ -292,6 +292,23 @@ class Telemetry:
             self.log.info("intake.resumed", kind=kind, seconds=round(self._wall() - pause["since"], 3))
 
     @property
+    def paused(self) -> str:
+        """Why the intake is paused; "" while it is not."""
+        return "; ".join(str(pause["message"]) for pause in self._paused.values())
+
+    @property
+    def attempts_failed(self) -> int:
+        """Attempts of this run that failed."""
+        return sum(self._failures.values())
+
+    def run_unsound(self, fault: str) -> None:
+        """The run itself does not get on, for the reason `fault`; or, with "", does again."""
+        if fault:
+            self.log.error("run.stuck", message=fault)
+        else:
+            self.log.info("run.recovered")
+
+    @property
     def bytes_committed(self) -> int:
         """Bytes of the job's committed shards."""
         before = self._before.bytes_committed if self._before else 0
