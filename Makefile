@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
+.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-ledger docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -48,6 +48,9 @@ demo: setup  ## the main job, end to end: real text, a trained model, the real S
 
 test: setup-tests  ## all tests, those on the real SGLang included; JOBS at once
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-systemd: setup setup-sglang setup-system  ## the units under a real systemd, process 1 of namespaces of its own; as root
+	$(BIN)/python -m pytest tests/systemd -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-faults: setup-tests  ## the fault matrix, on both engines; writes docs/reliability.md
 	rm -rf build/faults

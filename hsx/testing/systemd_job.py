@@ -58,7 +58,8 @@ class Environment:
         interpreter = self._interpreter()
         machine.write(f"{self.place}/pyvenv.cfg", f"home = {self.place}.base/bin\ninclude-system-site-packages = false\n")
         packages = f"{self.place}/lib/{self._packages().parent.name}/site-packages"
-        machine.write(f"{packages}/lent.pth", f"{SOURCE}\n{self.place}.packages\n")
+        # As a site folder: packages there may have lines of their own to be run at each start.
+        machine.write(f"{packages}/lent.pth", f"{SOURCE}\nimport site; site.addsitedir('{self.place}.packages')\n")
         machine.run("mkdir", "-p", f"{self.place}/bin")
         machine.run("ln", "-sfn", f"{self.place}.base/bin/{interpreter.name}", f"{self.place}/bin/python")
 
@@ -155,9 +156,13 @@ class UnitJob:
         """Disarms them all."""
         self._post("DELETE", "/_fault?kind=", None)
 
-    def wait_done(self) -> None:
+    def is_done(self) -> bool:
+        """Whether hsx has ended in good order."""
+        return self._state() == "inactive"
+
+    def wait_done(self, patience_s: float = 300.0) -> None:
         """Waits until hsx has ended by itself; raises AssertionError where it failed."""
-        wait_until(lambda: self._state() in ("inactive", "failed"), f"{self.unit} ends")
+        wait_until(lambda: self._state() in ("inactive", "failed"), f"{self.unit} ends", patience_s)
         assert self._state() == "inactive", self.machine.journal(self.unit)[-4000:]
 
     def assert_complete(self, samples: int) -> None:
