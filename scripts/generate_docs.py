@@ -16,6 +16,7 @@ from hsx.errors import KINDS
 from hsx.events import BOUND, EVENTS, NOTHING, Event
 from hsx.exit_codes import MEANINGS
 from hsx.metrics import METRICS
+from hsx.status.schema import schema_text as status_schema_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,8 +59,8 @@ def events() -> str:
         "# Log events",
         _HEAD,
         "hsx logs JSON lines to standard error: to systemd's journal with their priorities (error 3, warning 4, info 6, debug "
-        "7), to a terminal as text. `log.level`, `log.format` and `log.samples_per_second` are keys of the [job file](job-file.md). "
-        "No line carries token ids, or anything secret. Recipes with journalctl and jq are in "
+        "7), to a terminal as text. `log.level`, `log.format` and `log.samples_per_second` are keys of the [job file](job-file.md)."
+        " No line carries token ids, or anything secret. Recipes with journalctl and jq are in "
         "[the guide](operations.md#reading-the-log).",
         "Every line carries:",
         _table(("field", "is"), [(f"`{name}`", text) for name, text in BOUND.items()]),
@@ -83,6 +84,7 @@ def _event(event: Event) -> str:
 
 PAGES: Final = {
     "job.schema.json": schema_text,
+    "status.schema.json": status_schema_text,
     "job-file.md": reference,
     "exit-codes.md": exit_codes,
     "names.md": names,

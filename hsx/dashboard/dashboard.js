@@ -42,7 +42,7 @@ function short(value, unit = "") {
   let power = 0;
   while (Math.abs(value) >= (power ? 999.5 : 9999.5) && power < steps.length - 1) { value /= 1000; power += 1; }
   const digits = value === 0 || value >= 100 || (power === 0 && value >= 10) ? 0 : value >= 10 ? 1 : 2;
-  return `${value.toLocaleString("en-US", { maximumFractionDigits: digits })}${power || unit ? " " : ""}${steps[power]}${unit}`;
+  return `${value.toLocaleString("en-US", { minimumFractionDigits: power ? digits : 0, maximumFractionDigits: digits })}${power || unit ? " " : ""}${steps[power]}${unit}`;
 }
 const size = (value) => short(value, "B");
 function duration(seconds) {
@@ -75,9 +75,10 @@ const PHASES = { starting: "busy", extracting: "good", draining: "warn", done: "
 function header(status) {
   const paused = status.intake.paused && status.phase.name === "extracting";
   $("name").textContent = status.job.name || "hsx";
-  const phase = paused ? "paused" : status.phase.name;
+  const waits = status.phase.name === "extracting" && status.engine.state !== "READY";
+  const phase = paused ? "paused" : waits ? "waiting" : status.phase.name;
   $("phase").textContent = phase;
-  $("phase").className = `pill ${paused ? "warn" : PHASES[phase] || ""}`;
+  $("phase").className = `pill ${paused ? "warn" : waits ? "busy" : PHASES[phase] || ""}`;
   $("engine-pill").textContent = `engine ${status.engine.state}`;
   $("engine-pill").className = `pill ${STATES[status.engine.state] || ""}`;
   $("clock").textContent = `as of ${clock(status.time)} · running for ${duration(status.job.seconds)}`;
@@ -212,11 +213,17 @@ function meter(name, value, most, text) {
 function underway(status) {
   const limits = status.limits || {}, flight = status.in_flight, staging = status.staging.bytes;
   const of = (text, most, say) => known(most) ? `${text} of ${say(most)}` : text;
-  draw("underway", [limits, flight, staging], () => [
+  const samples = status.progress.samples.committed_by_run;
+  const steps = samples ? Object.entries(status.progress.step_seconds).map(([name, seconds]) => [name, seconds / samples]) : [];
+  const longest = Math.max(...steps.map(([, seconds]) => seconds), 0.001);
+  draw("underway", [limits, flight, staging, steps], () => [
     h("div", { class: "head" }, h("h2", {}, "Under way")),
     meter("Requests", flight.requests, limits.requests, of(count(flight.requests), limits.requests, count)),
     meter("Prompt tokens", flight.tokens, limits.tokens, of(short(flight.tokens), limits.tokens, short)),
     meter("Staging", staging, limits.staging_bytes, of(size(staging), limits.staging_bytes, size)),
+    steps.length ? [h("p", { class: "muted sub" }, "Seconds a sample spends in each step, on average"),
+      steps.map(([name, seconds]) => h("div", { class: "step" }, h("span", {}, name),
+        h("div", { class: "bar thin" }, h("i", { class: "fill", "width%": 100 * seconds / longest })), h("span", {}, seconds.toFixed(seconds < 9.995 ? 2 : 1))))] : null,
   ]);
 }
 
@@ -224,7 +231,7 @@ function roots(status) {
   const WORDS = { in_service: "in service", refusing: "refuses, is tried again", draining: "being emptied", lost: "lost" };
   const names = Object.keys(status.roots).sort();
   draw("roots", status.roots, () => [
-    h("div", { class: "head" }, h("h2", {}, "Roots"), h("span", { class: "muted" }, names.length ? `${names.length} of them` : "")),
+    h("div", { class: "head" }, h("h2", {}, "Roots"), h("span", { class: "muted" }, names.length ? `${names.length} ${names.length === 1 ? "disk" : "disks"}` : "")),
     names.length ? null : h("p", { class: "none" }, "No root has been looked at yet."),
     names.map((name) => {
       const root = status.roots[name], whole = root.size_bytes;
@@ -233,7 +240,7 @@ function roots(status) {
       const parts = whole && known(root.free_bytes) && root.state !== "lost"
         ? [["used", whole - root.free_bytes], ["promised", root.promised_bytes], ["reserve", reserve]] : [];
       const words = [];
-      if (!sound) words.push(WORDS[root.state]);
+      if (!sound && root.state !== "lost") words.push(WORDS[root.state]);
       if (root.state !== "lost" && known(root.room_bytes)) words.push(`${size(root.room_bytes)} of room`);
       if (known(root.bytes_per_second)) words.push(`${size(root.bytes_per_second)}/s`);
       return h("div", { class: "meter", "data-root": name, "data-state": root.state, title: root.path },
@@ -275,12 +282,12 @@ function engine(status) {
 }
 
 function invariants(status) {
-  const { by_name: run, job } = status.invariants, canaries = status.canaries;
+  const { violations, by_name: run, job } = status.invariants, canaries = status.canaries;
   const names = Object.keys(job.by_name).filter((name) => job.by_name[name]).sort((a, b) => job.by_name[b] - job.by_name[a]);
   draw("invariants", [run, job, canaries], () => [
     h("div", { class: "head" }, h("h2", {}, "Invariants"),
-      h("span", { class: `pill ${names.length ? "warn" : "good"}`, "data-field": "violations", "data-value": status.invariants.violations },
-        names.length ? `${count(status.invariants.violations)} violated in this run` : "all held")),
+      h("span", { class: `pill ${violations ? "warn" : "good"}`, "data-field": "violations", "data-value": violations },
+        violations ? `${count(violations)} ${violations === 1 ? "violation" : "violations"} in this run` : names.length ? "none in this run" : "all held")),
     names.length ? h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "invariant"), h("th", { class: "number" }, "this run"), h("th", { class: "number" }, "job"))),
       h("tbody", {}, names.map((name) => h("tr", {}, h("td", {}, h("code", {}, name)), h("td", { class: "number" }, count(run[name] || 0)), h("td", { class: "number" }, count(job.by_name[name]))))))
       : h("p", { class: "none" }, "Every state that was looked at is proved to be its sample's."),
@@ -302,13 +309,24 @@ function quarantine(status) {
   ]);
 }
 
+function word(value) {
+  // A uuid is known by its beginning.
+  return String(value).replace(/\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b/g, "$1");
+}
+
 function recent() {
-  const last = [...events.values()].sort((a, b) => b.id - a.id).slice(0, KEPT_EVENTS);
-  draw("events", last.map((event) => event.id), () => [
+  const last = [];
+  for (const event of [...events.values()].sort((a, b) => b.id - a.id).slice(0, KEPT_EVENTS)) {
+    // What is routine is shown once, with how often it came in a row.
+    const before = last[last.length - 1];
+    if (before && event.level === "info" && before.event === event.event) before.times += 1;
+    else last.push({ ...event, times: 1 });
+  }
+  draw("events", last.map((event) => [event.id, event.times]), () => [
     h("div", { class: "head" }, h("h2", {}, "Recent events"), h("span", { class: "muted", id: "live" }, "newest first")),
     last.length ? h("ul", { class: "list" }, last.map((event) => h("li", { class: event.level, "data-id": event.id },
-      h("span", { class: "muted" }, clock(event.time)), h("span", { class: "what" }, event.event),
-      h("span", { class: "why" }, Object.entries(event.fields).filter(([, value]) => known(value) && value !== "").map(([name, value]) => `${name} ${value}`).join(" · ")))))
+      h("span", { class: "muted" }, clock(event.time)), h("span", { class: "what" }, event.event, event.times > 1 ? h("span", { class: "muted" }, ` × ${event.times}`) : null),
+      h("span", { class: "why" }, Object.entries(event.fields).filter(([, value]) => known(value) && value !== "").map(([name, value]) => `${name} ${word(value)}`).join(" · ")))))
       : h("p", { class: "none" }, "Nothing has happened yet."),
   ]);
 }

@@ -108,6 +108,7 @@ async def _serve(receiver: Receiver, channel: socket.socket, listening: socket.s
         site.application(),
         access_log=None,
         handle_signals=False,
+        handler_cancellation=True,  # a listener that goes away makes way for another at once
         shutdown_timeout=FAREWELL_S,
         lingering_time=0.0,
         max_line_size=_LONGEST_LINE,

@@ -93,6 +93,15 @@ class StatusServer:
             with suppress(OSError):  # it is gone; see _tell_on
                 self._sender.send(Frame(DOCUMENT, encode(self.document())))
 
+    def kill(self) -> None:
+        """Lets go of the port without a word, as a run does that is killed; for tests."""
+        if self._telling is not None:
+            self._telling.cancel()
+        if self._listening is not None:
+            self._listening.close()
+        if self._process is not None:
+            self._process.kill()
+
     @property
     def pid(self) -> int | None:
         """The serving process; None where there is none."""

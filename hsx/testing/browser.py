@@ -41,7 +41,12 @@ class Browser:
         width, height = size
         scheme = "dark" if dark else "light"
         self._tell("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if width < 600 else 1, "mobile": width < 600}
+        metrics: dict[str, object] = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 2 if width < 600 else 1,
+            "mobile": width < 600,
+        }
         self._tell("Emulation.setDeviceMetricsOverride", metrics)
 
     def open(self, url: str) -> None:
@@ -54,7 +59,7 @@ class Browser:
 
     def value(self, script: str) -> object:
         """What a JavaScript expression comes to."""
-        return self.driver.execute_script(f"return {script}")  # type: ignore[no-untyped-call] # Selenium has no type for it
+        return self.driver.execute_script(f"return {script}")
 
     def text(self, selector: str) -> str:
         """The visible text of the first element that a CSS selector finds; "" where it finds none."""
@@ -76,7 +81,7 @@ class Browser:
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _tell(self, command: str, parameters: dict[str, object]) -> dict[str, str]:
-        answer = self.driver.execute_cdp_cmd(command, parameters)  # type: ignore[no-untyped-call] # Selenium has no type for it
+        answer = self.driver.execute_cdp_cmd(command, parameters)
         return dict(answer)
 
 

@@ -39,22 +39,28 @@ class Past:
 
     def __init__(self, seconds: float) -> None:
         self._lag = seconds
+        self._now: tuple[float, float] | None = (time.monotonic(), time.time())
 
     def monotonic(self) -> float:
         """Monotonic seconds."""
-        return time.monotonic() - self._lag
+        return (self._now[0] if self._now else time.monotonic()) - self._lag
 
     def wall(self) -> float:
         """Seconds since 1970."""
-        return time.time() - self._lag
+        return (self._now[1] if self._now else time.time()) - self._lag
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the present is reached."""
+        return self._lag == 0.0
 
     def pass_by(self, seconds: float) -> None:
         """Moves on, at most to the present."""
         self._lag = max(0.0, self._lag - seconds)
 
     def arrive(self) -> None:
-        """The present."""
-        self._lag = 0.0
+        """The present, and on with it."""
+        self._lag, self._now = 0.0, None
 
 
 @dataclass(slots=True)
@@ -80,15 +86,19 @@ class Scene:
 
     def commit(self, seconds: float, tokens_per_second: float, rng: random.Random) -> None:
         """Samples are committed for so many seconds, at about this rate."""
-        until = self.past.wall() + seconds
-        while self.past.wall() < until and self.index < SAMPLES:
+        left = seconds
+        while left > 0 and not self.past.is_over and self.index < SAMPLES:
             tokens = min(8192, int(rng.lognormvariate(7.35, 0.85)) + 24)
-            self.past.pass_by(min(tokens / (tokens_per_second * rng.uniform(0.88, 1.12)), until - self.past.wall()))
+            took = tokens / (tokens_per_second * rng.uniform(0.88, 1.12))
+            left -= took
+            self.past.pass_by(took)
             marker = Marker(RUN, self.index, 1, tokens)
             timings = {"request": 1.9, "dump": 0.02, "validate": 0.03, "write": 0.2}
             root = f"nvme{self.index % 4}"
             nbytes = tokens * BYTES_PER_TOKEN
-            self.telemetry.sample_committed(self.index, marker, EPOCHS[0], self.index, tokens, nbytes, root, 1, timings, adopted=False)
+            self.telemetry.sample_committed(
+                self.index, marker, EPOCHS[0], self.index, tokens, nbytes, root, 1, timings, adopted=False
+            )
             self.index += 1
             if self.index % 500 == 0:
                 self.telemetry.canary_passed(EPOCHS[0], self.index)
@@ -114,7 +124,7 @@ def _scene(hours: float) -> Scene:
     return Scene(Telemetry(clock=past.monotonic, wall=past.wall, logger=quiet), past)
 
 
-def _drop(_logger: object, _method: str, _event: Any) -> str:
+def _drop(_logger: object, _method: str, _event: object) -> str:
     raise structlog.DropEvent
 
 
@@ -154,7 +164,7 @@ def empty() -> Scene:
 
 def running() -> Scene:
     """In full swing for 100 minutes, with one restart behind it."""
-    scene, rng = _extracted(1.7)
+    scene, rng = _extracted(1.7, committed=5_204)
     telemetry = scene.telemetry
     scene.commit(3400, 9200, rng)
     lost = Marker(RUN, 20_117, 3, 7_911)
@@ -162,7 +172,9 @@ def running() -> Scene:
     for number in range(3):
         telemetry.violation(Marker(RUN, 20_117, number + 1, 7_911), "finite", evidence)
         telemetry.attempt_failed(lost, "finite", evidence, quarantined=number == 2)
-    telemetry.violation(None, "advancing", "no dump for 97 s with 61 requests and 150,112 tokens in flight; expected one within 61 s")
+    telemetry.violation(
+        None, "advancing", "no dump for 97 s with 61 requests and 150,112 tokens in flight; expected one within 61 s"
+    )
     telemetry.engine_state(State.BACKOFF, "advancing: no dump for 97 s with 61 requests in flight")
     telemetry.engine_restarted("advancing", "no dump for 97 s with 61 requests in flight; expected one within 61 s", 61, 2.0)
     scene.past.pass_by(2)
@@ -180,7 +192,7 @@ def running() -> Scene:
 
 def full() -> Scene:
     """Every disk is full: the intake waits until somebody makes room."""
-    scene, rng = _extracted(0.8, committed=31_800)
+    scene, rng = _extracted(0.8, committed=29_800)
     scene.commit(2300, 9100, rng)
     telemetry = scene.telemetry
     for number in range(4):
@@ -221,7 +233,9 @@ def failed() -> Scene:
     for number in range(6):
         telemetry.violation(None, "alive", f"process {41822 + number} ended (SIGABRT); expected it to live")
         telemetry.engine_state(State.BACKOFF, "alive: the server process ended (SIGABRT)")
-        telemetry.engine_restarted("alive", f"process {41822 + number} ended (SIGABRT); expected it to live", 12, 2.0 * 2**number)
+        telemetry.engine_restarted(
+            "alive", f"process {41822 + number} ended (SIGABRT); expected it to live", 12, 2.0 * 2**number
+        )
         scene.past.pass_by(30)
         if number < 5:
             telemetry.engine_state(State.STARTING)
@@ -239,10 +253,10 @@ def failed() -> Scene:
 
 def done() -> Scene:
     """Everything is committed, but for what is quarantined."""
-    scene, rng = _extracted(1.2, committed=SAMPLES - 12_000)
+    scene, rng = _extracted(0.9, committed=SAMPLES - 12_000)
     before = scene.index
     telemetry = scene.telemetry
-    scene.commit(3960, 9100, rng)
+    scene.commit(2800, 9100, rng)
     # The rest at once, so that the totals come out even whatever the dice said.
     left = SAMPLES - 2 - scene.index
     tokens = TOKENS - TOKENS * before // SAMPLES - telemetry.snapshot()["progress"]["tokens"]["committed_by_run"]

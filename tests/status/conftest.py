@@ -92,7 +92,14 @@ async def serving(
         board.update(encode(run.document()))
 
     site = Site(board, gate, token, "127.0.0.1", say if live else lambda: None)
-    runner = web.AppRunner(site.application(), access_log=None, lingering_time=0.0, max_field_size=4096, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        site.application(),
+        handler_cancellation=True,
+        access_log=None,
+        lingering_time=0.0,
+        max_field_size=4096,
+        shutdown_timeout=0.1,
+    )
     await runner.setup()
     http = runner.server
     assert http is not None
