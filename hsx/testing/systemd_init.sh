@@ -40,17 +40,18 @@ if [ ! -e "$DISK/installed" ]; then
 [Unit]
 Description=A machine for tests
 Requires=basic.target dbus.service
+Wants=multi-user.target
 After=basic.target dbus.service
 AllowIsolate=yes
 UNIT
   ln -sfn machine.target "$units/default.target"
   for service in systemd-udevd systemd-udev-trigger systemd-networkd systemd-resolved systemd-timesyncd systemd-logind \
     systemd-modules-load systemd-sysctl systemd-random-seed systemd-binfmt systemd-remount-fs systemd-pstore \
-    systemd-tmpfiles-setup-dev systemd-update-utmp systemd-firstboot systemd-hwdb-update systemd-journal-flush; do
+    systemd-tmpfiles-setup-dev systemd-update-utmp systemd-firstboot systemd-hwdb-update systemd-journal-flush systemd-update-utmp-runlevel systemd-user-sessions; do
     ln -sfn /dev/null "$units/$service.service"
   done
   for mount in dev-hugepages.mount dev-mqueue.mount sys-kernel-debug.mount sys-kernel-tracing.mount sys-kernel-config.mount \
-    sys-fs-fuse-connections.mount proc-sys-fs-binfmt_misc.automount; do
+    sys-fs-fuse-connections.mount proc-sys-fs-binfmt_misc.automount getty.target; do
     ln -sfn /dev/null "$units/$mount"
   done
   printf '[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\nForwardToConsole=no\n' \

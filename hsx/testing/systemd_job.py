@@ -45,12 +45,12 @@ class Environment:
     prefix: Path
     place: str
 
-    def binds(self) -> dict[Path, str]:
+    def binds(self) -> dict[str, Path]:
         """What the machine has to see of this one: packages, the Python below them, and hsx."""
         return {
-            self._packages(): f"{self.place}.packages",
-            self._interpreter().parents[1]: f"{self.place}.base",
-            Path(hsx.__file__).parent: f"{SOURCE}/hsx",
+            f"{self.place}.packages": self._packages(),
+            f"{self.place}.base": self._interpreter().parents[1],
+            f"{SOURCE}/hsx": Path(hsx.__file__).parent,
         }
 
     def make(self, machine: Machine) -> None:

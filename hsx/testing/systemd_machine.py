@@ -48,11 +48,11 @@ class Machine:
 
     Args:
         folder: its disk, an empty folder of a file system that may be the upper layer of an overlay, such as a tmpfs.
-        binds: folders of this machine that it sees, too, at other places: source to target.
+        binds: folders of this machine that it sees, too, at other places: place there to folder here.
         variables: environment variables of all its units.
     """
 
-    def __init__(self, folder: Path, binds: Mapping[Path, str], variables: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, binds: Mapping[str, Path], variables: Mapping[str, str]) -> None:
         self._folder = folder
         self._binds = dict(binds)
         self._variables = dict(variables)
@@ -75,7 +75,7 @@ class Machine:
         environment = {
             "PATH": _PATH,
             "DISK": str(self._folder),
-            "BINDS": "\n".join(f"{source}:{target}" for source, target in self._binds.items()),
+            "BINDS": "\n".join(f"{source}:{target}" for target, source in self._binds.items()),
             "BOOT": str(boot),
             "VARIABLES": " ".join(f"{name}={value}" for name, value in self._variables.items()),
         }
@@ -177,7 +177,7 @@ class Machine:
 
 
 @contextmanager
-def started(folder: Path, binds: Mapping[Path, str], variables: Mapping[str, str] | None = None) -> Iterator[Machine]:
+def started(folder: Path, binds: Mapping[str, Path], variables: Mapping[str, str] | None = None) -> Iterator[Machine]:
     """A running machine, whose disk is a tmpfs over `folder`; ended on leaving. Call it within `private_mounts`."""
     with tmpfs(folder, "mode=755,size=4g"):
         machine = Machine(folder, binds, variables or {})

@@ -33,7 +33,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     models = tmp_path_factory.mktemp("models")
     tiny_models.make("llama", models / "llama")
     models.chmod(0o755)
-    binds = {**OWN.binds(), **sglang.binds(), models: "/srv/models"}
+    binds = {**OWN.binds(), **sglang.binds(), "/srv/models": models}
     with private_mounts(), started(tmp_path_factory.mktemp("machine"), binds, VARIABLES) as running:
         OWN.make(running)
         sglang.make(running)
