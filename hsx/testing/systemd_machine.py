@@ -148,6 +148,9 @@ class Machine:
             mounted = [self._folder / "cgroups"]
             mounted[0].mkdir(exist_ok=True)
             mount("-t", "cgroup2", "cgroup2", mounted[0])
+        for left in mounted[0].glob("hsx-machine-*"):
+            if not Path(f"/proc/{left.name.split('-')[2]}").exists():
+                _removed(left)  # of tests that were killed
         group = mounted[0] / f"hsx-machine-{os.getpid()}-{self.boot_id[:8]}"
         group.mkdir()
         return group
