@@ -94,7 +94,7 @@ class Engine(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=1, le=65535)] = 30000
     """The server's HTTP port."""
     python: str = ""
-    """Python interpreter of the server's environment, for `spawn` and for `hsx install-units`; default: the one that runs hsx."""
+    """Python of the server's environment, for `spawn` and for `hsx install-units`; default: the one that runs hsx."""
     args: list[str] = []
     """Further arguments of the server, for `spawn` and for `hsx install-units`."""
     env: dict[str, str] = {}

@@ -150,8 +150,8 @@ class SystemdOwner:
             return None
         if record.invocation_id != state.invocation:
             self._situation = (
-                f"{self._unit} is {state}, invocation {state.invocation}; the server on port {self._port} (pid {record.pid}) is "
-                f"of invocation {record.invocation_id or 'none'}: it is not the unit's"
+                f"{self._unit} is {state}, invocation {state.invocation}; the server on port {self._port} (pid {record.pid}) "
+                f"is of invocation {record.invocation_id or 'none'}: it is not the unit's"
             )
             return None
         self._situation = "; ".join((f"found epoch {record.epoch}, pid {record.pid}, of {self._unit}", *notes))
