@@ -29,7 +29,7 @@ FAREWELL_S: Final = 1.0
 """How long listeners may take to read the last document."""
 _NICENESS: Final = 5
 _FILES: Final = MOST_CONNECTIONS + 64
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024
 _LONGEST_LINE: Final = 4096
 _MOST_HEADERS: Final = 50
 

@@ -131,7 +131,7 @@ class StatusServer:
                     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     listening.setblocking(False)
                     listening.bind(address)
-                    listening.listen(128)
+                    listening.listen(1024)
                 except BaseException:
                     listening.close()
                     raise
