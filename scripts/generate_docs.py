@@ -58,10 +58,9 @@ def events() -> str:
     return _page(
         "# Log events",
         _HEAD,
-        "hsx logs JSON lines to standard error: to systemd's journal with their priorities (error 3, warning 4, info 6, debug "
-        "7), to a terminal as text. `log.level`, `log.format` and `log.samples_per_second` are keys of the [job file](job-file.md)."
-        " No line carries token ids, or anything secret. Recipes with journalctl and jq are in "
-        "[the guide](operations.md#reading-the-log).",
+        "hsx logs JSON lines to standard error: to systemd's journal with their priorities (error 3, warning 4, info 6, "
+        "debug 7), to a terminal as text. `log.level`, `log.format` and `log.samples_per_second` are keys of the "
+        "[job file](job-file.md). No line carries token ids, or anything secret.",
         "Every line carries:",
         _table(("field", "is"), [(f"`{name}`", text) for name, text in BOUND.items()]),
         "Lines of libraries also have `logger`, and their text as `event`.",
