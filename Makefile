@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
+.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,6 +49,9 @@ demo: setup  ## the main job, end to end: real text, a trained model, the real S
 test: setup-tests  ## all tests, those on the real SGLang included; JOBS at once
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+test-systemd: setup setup-sglang setup-system  ## the units under a real systemd, process 1 of namespaces of its own; as root
+	$(BIN)/python -m pytest tests/systemd -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test-faults: setup-tests  ## the fault matrix, on both engines; writes docs/reliability.md
 	rm -rf build/faults
 	$(BIN)/python -m pytest tests/faults -n $(JOBS) --dist loadfile --no-loadscope-reorder --deselect $(PAGE_TEST)
@@ -78,6 +81,9 @@ bench: setup  ## benchmarks, as ratios measured in one run; results in build/ben
 bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json
 	$(BIN)/python scripts/bench_storage.py
 	$(BIN)/python scripts/bench_commit.py
+
+bench-status: setup  ## what it costs a run to be watched by 200 polls a second; build/bench/status.json
+	$(BIN)/python scripts/bench_status.py
 
 bench-ledger: setup  ## the ledger of 10 million samples: start-up, memory, copies; build/bench/ledger.json
 	$(BIN)/python scripts/bench_ledger.py

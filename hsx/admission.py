@@ -99,6 +99,11 @@ class Admission:
         self._freed.set()
         self._report()
 
+    def change(self, limits: Limits) -> None:
+        """Other budgets from now on. What is under way stays; smaller ones take effect as it ends."""
+        self._limits = limits
+        self._freed.set()
+
     def advanced(self) -> None:
         """The engine showed a sign of work."""
         self._last_advance = self._clock.monotonic()

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hsx.errors import RunError
+import structlog
+
+from hsx.config_check import check
+from hsx.config_load import load
+from hsx.errors import ConfigError, HsxError, RunError
 from hsx.locks import JOB_LOCK, locked, store_lock
+from hsx.logs import set_level
 from hsx.prepare import OpenJob, prepare
 from hsx.progress_view import summary_line
-from hsx.signals import handled_signals
+from hsx.reload import changes, with_changes
+from hsx.signals import handled_hangups, handled_signals
 from hsx.status import StatusServer
+from hsx.status.token import read_token
 from hsx.stores.ledger import SqliteLedger
+from hsx.stores.ledger_reader import LedgerReader
 from hsx.systemd import Notifier
 from hsx.telemetry import Telemetry
 from hsx.wiring import Outside, Wiring, real_outside
@@ -107,7 +116,10 @@ async def run_job(loaded: LoadedConfig, *, progress: ProgressView | None = None,
         try:
             before = await ledger.counts()
             violations = await ledger.violations_by_invariant()
-            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations)
+            with LedgerReader(job.ledger) as reader:
+                quarantined = reader.quarantined_by_reason()
+            structlog.contextvars.bind_contextvars(run=ledger.run)
+            telemetry.job_began(loaded.config.job.name, ledger.run, str(loaded.store), before, violations, quarantined)
             await _revoke_overdue(ledger, telemetry)
             run = Run(loaded, job, ledger, telemetry, notifier, progress, outside or real_outside(loaded))
             await run.begin()
@@ -138,11 +150,13 @@ class Run:
     ) -> None:
         self._loaded = loaded
         self._job = job
+        self._ledger = ledger
         self._telemetry = telemetry
         self._notifier = notifier
         self._progress = progress
         self._parts = Wiring(loaded, job, ledger, telemetry, outside)
         self._interrupted = False
+        self._reload = asyncio.Event()
 
     async def begin(self) -> None:
         """Finds out what a power cut has cost, where disks are synced now and then only; those samples are pending again."""
@@ -159,37 +173,70 @@ class Run:
 
     async def run(self) -> bool:
         """Extracts; True when a signal cut the run short."""
-        status = StatusServer(self._telemetry, self._facts, self._loaded.config.status.host, self._loaded.config.status.port)
-        if self._loaded.config.status.enabled:
+        settings = self._loaded.config.status
+        token = read_token(settings.token_file, os.environ) if settings.enabled else ""
+        status = StatusServer(self._telemetry, self._facts, settings.host, settings.port, token=token)
+        await asyncio.to_thread(self._meet_roots)
+        if settings.enabled:
             self._telemetry.log.info("status.listening", url=await status.start())
+        self._telemetry.phase("extracting")
         self._notifier.ready("extracting")
         try:
-            with handled_signals(self._on_signal):
+            with handled_signals(self._on_signal), handled_hangups(self._reload.set):
                 async with asyncio.TaskGroup() as services:
                     committing = services.create_task(self._parts.writer.run())
                     others = [services.create_task(service) for service in self._services()]
                     await self._extract_all()
                     await self._parts.writer.close()
                     await committing
+                    self._parts.busy_with = "copies of the ledger"
                     await self._parts.copies.take()
                     for task in others:
                         task.cancel()
+            self._telemetry.phase(await self._end())
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
         finally:
             self._parts.shutdown()
             self._parts.dumps.close()
             await self._parts.client.close()
             await status.stop()
-            self._notifier.stopping()
+            self._notifier.stopping(summary_line(self._telemetry.snapshot()))
             if self._progress:
                 self._progress.update(self._telemetry.snapshot())
         return self._interrupted
+
+    def _meet_roots(self) -> None:
+        """Tells how large the roots are. Blocks."""
+        for root in self._loaded.roots:
+            with suppress(OSError):
+                disk = os.statvfs(root.path)
+                self._telemetry.root_known(root.name, str(root.path), disk.f_blocks * disk.f_frsize, root.reserve)
+
+    async def _end(self) -> str:
+        """How a run ended that nothing broke, for its status."""
+        return "interrupted" if self._interrupted and (await self._ledger.counts()).pending else "done"
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """The run ends by an error, which the status shows to whoever listens."""
+        cause = _deepest(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, asyncio.CancelledError):
+            self._telemetry.phase("interrupted", reason="forced to stop by a second signal")
+        elif isinstance(cause, HsxError):
+            self._telemetry.phase("failed", kind=cause.kind, reason=cause.message)
+        else:
+            self._telemetry.phase("failed", reason=f"{type(cause).__name__}: {cause}")
 
     async def _extract_all(self) -> None:
         """Extracts until nothing is pending, vouched for by a canary, and synced; or, drained, for what there is."""
         while True:
             await self._parts.pipeline.run()
             vouched = await self._parts.vouching.close(self._parts.supervisor.ready)
-            if await self._parts.syncing.close() and vouched:
+            self._parts.busy_with = "disks that are synced"
+            synced = await self._parts.syncing.close()
+            self._parts.busy_with = ""
+            if synced and vouched:
                 break
         epoch = self._parts.supervisor.epoch
         if epoch is not None:
@@ -205,8 +252,9 @@ class Run:
             self._parts.dumps.watch(),
             self._parts.syncing.run(),
             self._parts.copies.run(),
-            self._notifier.keep_alive(self._parts.watchdog.is_looking),
+            self._notifier.keep_alive(self._parts.soundness.ok),
             self._report(),
+            self._reload_when_asked(),
         ]
 
     def _on_signal(self, name: str) -> None:
@@ -217,9 +265,48 @@ class Run:
             return
         self._interrupted = True
         self._telemetry.log.info("run.draining", signal=name, attempts=self._parts.pipeline.attempts)
+        self._telemetry.phase("draining", reason=name)
         self._notifier.stopping("draining")
+        self._notifier.extend_timeout(self._parts.patience_s())
         self._parts.pipeline.drain()
         self._parts.vouching.drain()
+
+    async def _reload_when_asked(self) -> None:
+        """Reads the job file again at each SIGHUP; says what of it takes effect, and what does not."""
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            self._notifier.reloading()
+            said = await self._read_again()
+            self._notifier.ready(said)
+
+    async def _read_again(self) -> str:
+        """Takes over what may change in a run. A file with a fault in it changes nothing."""
+        log = self._telemetry.log
+        try:
+            new = await asyncio.to_thread(load, self._loaded.path)
+            found = changes(self._loaded, new)
+            together = with_changes(self._loaded, new)
+            faults = [
+                f"{finding.key}: {finding.message}"
+                for finding in await asyncio.to_thread(check, together, self._job.shape, int(self._job.samples.lengths.max()))
+                if finding.level == "error" and finding.key in found.taken
+            ]
+            if faults:
+                raise ConfigError("config_conflict", faults)
+        except ConfigError as error:
+            log.warning("config.refused", keys=[], message=error.message)
+            return f"reload refused: {error.message}"
+        self._loaded = together
+        self._parts.change(together)
+        if "log.level" in found.taken:
+            set_level(together.config.log.level)
+        log.info("config.reloaded", changed=found.taken)
+        if found.refused:
+            why = "these may not change in a run: start hsx again to have them"
+            log.warning("config.refused", keys=list(found.refused), message=why)
+            return f"reloaded, but for {', '.join(found.refused)}, which may not change in a run"
+        return "reloaded"
 
     async def _report(self) -> None:
         """Feeds the progress view and the service manager's status line."""
@@ -230,12 +317,12 @@ class Run:
             if self._progress:
                 self._progress.update(snapshot)
             self._notifier.status(summary_line(snapshot))
-            if self._interrupted:
+            if self._interrupted and self._parts.soundness.ok():
                 self._notifier.extend_timeout(self._parts.patience_s())
             await asyncio.sleep(min(every, STARTING_EVERY_S) if self._parts.supervisor.epoch is None else every)
 
     def _facts(self) -> dict[str, Any]:
-        config = self._loaded.config
+        config, fault = self._loaded.config, self._parts.soundness.fault()
         return {
             "limits": {
                 "requests": config.pipeline.concurrency,
@@ -243,6 +330,10 @@ class Run:
                 "staging_bytes": self._loaded.staging_bytes,
             },
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
+            "health": {
+                "ok": not fault,
+                "reason": fault,
+            },
         }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hsx import __version__
 from hsx.errors import ConfigError, HsxError
 from hsx.exit_codes import MEANINGS, ExitCode, of_error
+from hsx.journal import leads_to_journal, with_priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.command} takes no arguments after --")
     try:
         try:
-            return int(importlib.import_module(f"hsx.commands.{args.command}").run(args))
+            return int(importlib.import_module(f"hsx.commands.{args.command.replace('-', '_')}").run(args))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # at the interpreter's exit a reader that went away could only be complained of
@@ -71,7 +72,8 @@ def _report(error: HsxError, verbose: int) -> None:
     if isinstance(error, ConfigError) and len(lines) > 1:
         lines.insert(0, f"{len(error.problems)} problems:")
     with contextlib.suppress(OSError):  # a full disk under standard error must not change the exit code
-        sys.stderr.write(f"hsx: error [{error.kind}] " + "\n  ".join(lines) + "\n")
+        text = f"hsx: error [{error.kind}] " + "\n  ".join(lines)
+        sys.stderr.write((with_priority("error", text) if leads_to_journal(sys.stderr) else text) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -191,6 +193,13 @@ def build_parser() -> argparse.ArgumentParser:
         "invariants", parents=[json, verbose], help="list what is proved of each state, what follows, and how often it fired"
     )
     invariants.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML); default: hsx's own defaults, no counts")
+    units = commands.add_parser(
+        "install-units", parents=[job, json, verbose], help="write the systemd units of a job, and what they need"
+    )
+    units.add_argument("--dry-run", action="store_true", help="write nothing, and print what would be written")
+    units.add_argument("--root", default="/", metavar="FOLDER", help="write below this folder, for an image (default: /)")
+    units.add_argument("--user", default="hsx", help="user and group of the units (default: hsx)")
+    units.add_argument("--python", default="", metavar="PATH", help="interpreter that has hsx; default: this one")
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
     return parser

@@ -84,22 +84,25 @@ class Engine(Section, frozen=True, kw_only=True):
 
     kind: Literal["sglang", "reference"] = "sglang"
     """`sglang`, or `reference`: the small server that the tests use."""
-    ownership: Literal["spawn", "external"] = "external"
-    """`spawn`: hsx starts and stops the server; `external`: it only attaches to one that `hsx serve` started."""
+    ownership: Literal["spawn", "external", "systemd"] = "external"
+    """`spawn`: hsx starts and stops the server; `external`: it only attaches to one that `hsx serve` started; `systemd`: the
+    server is a unit of its own, which outlives hsx and which hsx restarts."""
+    unit: str = ""
+    """The server's unit, for `systemd`; default: `hsx-sglang@JOB.service`, JOB being the job file's name without `.toml`."""
     host: str = "127.0.0.1"
     """Address of the server's HTTP port."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 30000
     """The server's HTTP port."""
     python: str = ""
-    """Python interpreter of the server's environment, for `spawn`; default: the one that runs hsx."""
+    """Python of the server's environment, for `spawn` and for `hsx install-units`; default: the one that runs hsx."""
     args: list[str] = []
-    """Further arguments of the server, for `spawn`."""
+    """Further arguments of the server, for `spawn` and for `hsx install-units`."""
     env: dict[str, str] = {}
-    """Further environment variables of the server, for `spawn`."""
+    """Further environment variables of the server, for `spawn` and for `hsx install-units`."""
     start_timeout_s: Seconds = 3600.0
     """Longest time from start to the first answer: a large model loads for half an hour."""
     stop_grace_s: Seconds = 30.0
-    """Time that a spawned server gets to end by itself before it is killed."""
+    """Time that a server of hsx's own gets to end by itself before it is killed."""
 
 
 class Staging(Section, frozen=True, kw_only=True):
@@ -197,9 +200,12 @@ class Status(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Whether the endpoint is served."""
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback shows the status to others: there is no authentication."""
+    """Address to listen on. Anything but loopback shows the status to others, unless they must know a token."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8470
     """0 takes any free port and logs it."""
+    token_file: str = ""
+    """File with a bearer token of 16 characters or more, without which only `/healthz` and an empty dashboard are shown.
+    Without it, the systemd credential `hsx-status-token` counts, where there is one."""
 
 
 class Log(Section, frozen=True, kw_only=True):
@@ -209,6 +215,8 @@ class Log(Section, frozen=True, kw_only=True):
     """Lowest level that is logged."""
     format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON lines elsewhere."""
+    samples_per_second: Annotated[float, Meta(ge=0)] = 100.0
+    """Lines for committed samples a second, in the long run: the log of a million samples stays readable. 0: none."""
 
 
 class Config(Section, frozen=True, kw_only=True):

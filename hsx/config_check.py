@@ -7,6 +7,7 @@ it would be slow, fragile or surprising.
 from __future__ import annotations
 
 import ipaddress
+import re
 import resource
 import shutil
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hsx.datasets import SERVER_MARGIN, longest_allowed
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
 from hsx.errors import RunError
 from hsx.serve import OLDEST_SGLANG, Environment, plan_launch
+from hsx.status.token import read_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from hsx.config_load import LoadedConfig
     from hsx.core.spec import ModelShape
 
+_UNIT: Final = re.compile(r"[A-Za-z0-9:_.@-]+\.service")
 FILES_BESIDE_REQUESTS: Final = 100
 """Files that a run has open besides one connection a request: ledger, dumps, roots, shards, the token index."""
 
@@ -264,6 +267,10 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
         for key in given:
             yield Finding("warning", f"engine.{key}", "is not used: engine.ownership is 'external', so hsx starts no server")
         return
+    if engine.unit and engine.ownership != "systemd":
+        yield Finding("warning", "engine.unit", f"is not used: engine.ownership is {engine.ownership!r}")
+    if engine.ownership == "systemd":
+        yield from _unit(loaded)
     if engine.python:
         found = shutil.which(engine.python)
         if found is None:
@@ -271,6 +278,18 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
             yield Finding("error", "engine.python", f"{engine.python} {missing}; expected the server environment's Python")
     if engine.kind == "sglang":
         yield from _server_args(loaded)
+
+
+def _unit(loaded: LoadedConfig) -> Iterator[Finding]:
+    if shutil.which("systemctl") is None:
+        yield Finding("error", "engine.ownership", "is 'systemd'; expected the program systemctl, which is not installed")
+    if _UNIT.fullmatch(loaded.server_unit) is None:
+        yield Finding(
+            "error",
+            "engine.unit",
+            f"is {loaded.server_unit!r}; expected the name of a service unit: letters, digits, '@', '.', '_', ':' and '-', and "
+            "'.service' at its end (the default is made from the job file's name)",
+        )
 
 
 def _server_args(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -287,8 +306,13 @@ def _status(loaded: LoadedConfig) -> Iterator[Finding]:
     status, engine = loaded.config.status, loaded.config.engine
     if not status.enabled:
         return
-    if not _is_loopback(status.host):
+    if not _is_loopback(status.host) and not status.token_file:
         yield Finding("warning", "status.host", f"is {status.host}, not loopback: whoever reaches it can read the status")
+    if status.token_file:
+        try:
+            read_token(status.token_file, {})
+        except RunError as error:
+            yield Finding("error", "status.token_file", error.message.removeprefix("status.token_file: "))
     if status.port == engine.port and status.host == engine.host:
         yield Finding("error", "status.port", f"is {status.port}, as is engine.port on the same host; expected another one")
 

@@ -85,6 +85,11 @@ class LoadedConfig:
     roots: tuple[RootPlace, ...]
 
     @property
+    def server_unit(self) -> str:
+        """The server's unit, for `engine.ownership = "systemd"`."""
+        return self.config.engine.unit or f"hsx-sglang@{self.path.stem}.service"
+
+    @property
     def spec(self) -> CaptureSpec:
         """The capture spec that the job file asks for."""
         return CaptureSpec(tuple(self.config.capture.layers), self.config.capture.final)
@@ -158,6 +163,7 @@ def resolve(config: Config, file: Path) -> LoadedConfig:
         dataset=_replace(config.dataset, path=str(dataset), chat_template=str(template or "")),
         staging=_replace(config.staging, dump_dir=str(dump_dir)),
         roots=[_replace(root, path=str(place.path)) for root, place in zip(config.roots, roots, strict=True)],
+        status=_replace(config.status, token_file=str(at(config.status.token_file)) if config.status.token_file else ""),
         # A bare name is looked up in PATH when the server is started.
         engine=_replace(config.engine, python=str(at(python)) if "/" in python else python),
     )

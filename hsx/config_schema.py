@@ -16,6 +16,7 @@ from hsx import config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 SCHEMA_ID: Final = "https://json-schema.org/draft/2020-12/schema"
 
@@ -37,10 +38,10 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=2) + "\n"
 
 
-def field_texts() -> dict[tuple[str, str], str]:
-    """The docstring under each field, by (struct, field), in one line each."""
+def field_texts(module: ModuleType = config) -> dict[tuple[str, str], str]:
+    """The docstring under each field of a module's structs, by (struct, field), in one line each."""
     texts = {}
-    for section in ast.parse(inspect.getsource(config)).body:
+    for section in ast.parse(inspect.getsource(module)).body:
         if not isinstance(section, ast.ClassDef):
             continue
         for field, after in zip(section.body, section.body[1:], strict=False):

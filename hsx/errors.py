@@ -37,6 +37,7 @@ KINDS: Final[dict[str, str]] = {
     "server_killed": "the server died or stood still each time this sample was in it, and not without it",
     # one epoch
     "server_start_failed": "the server ended or stayed silent before it was ready",
+    "unit_refused": "systemd does not know the server's unit, or does not let hsx start or stop it",
     "server_gone": "the server process ended or its HTTP port no longer answers",
     "server_refused": "the server's settings make capture wrong or incomplete",
     "server_protocol": "the server answered in a shape that hsx does not know",
@@ -67,6 +68,7 @@ KINDS: Final[dict[str, str]] = {
     "interrupted": "the job was stopped before it was complete",
     "dependency_missing": "an optional package that this command needs is not installed",
     "serve_refused": "hsx serve was given server arguments under which capture would be wrong",
+    "units_unwritable": "a unit file, or what belongs to it, cannot be written",
     "usage": "a command was called with arguments that make no sense together",
 }
 

@@ -1,6 +1,7 @@
 """Log output: structlog, as JSON lines or, on a terminal, as coloured text.
 
-Events are facts, `noun.verb_past` plus fields. The standard library's loggers (aiohttp, asyncio) come out the same way.
+Events are facts, `noun.verb_past` plus fields; `hsx.events` lists them all. The standard library's loggers (aiohttp, asyncio)
+come out the same way. Where the stream leads to systemd's journal, each line carries its priority.
 """
 
 from __future__ import annotations
@@ -8,53 +9,27 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import msgspec
 import structlog
 
+from hsx.events import PER_SAMPLE, Level
+from hsx.journal import leads_to_journal, with_priority
+
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from structlog.typing import Processor
 
-Level = Literal["debug", "info", "warning", "error"]
+__all__ = ["PER_SAMPLE", "Format", "LenientStream", "Level", "Thinned", "configure", "set_level"]
+
 Format = Literal["auto", "json", "console"]
 
-PER_SAMPLE: Final = "sample.committed"
-"""The canonical line of one sample: an audit trail in JSON, noise on a terminal."""
-
-EVENTS: Final[dict[str, tuple[Level, str]]] = {
-    "job.began": ("info", "the job is open; name, run, store, and the samples by state before this run"),
-    "job.progressed": ("info", "where the run stands, now and then, where there is no terminal"),
-    "config.doubted": ("warning", "the job file works, but a setting is doubtful; key and message, as `hsx check` prints them"),
-    "dataset.indexing": ("info", "the dataset is being read; rows and tokens so far"),
-    "status.listening": ("info", "the status endpoint is up; url"),
-    "run.draining": ("info", "a signal came: no new samples, what is in flight is finished; signal, attempts in flight"),
-    "run.forced": ("warning", "a second signal came: the run ends now; what was not committed is done again"),
-    "run.unvouched": (
-        "warning",
-        "the run ends, and no canary stands behind the last samples of these epochs: run the job again; epochs",
-    ),
-    PER_SAMPLE: ("info", "one sample is durable: the canonical line, with marker, epoch, sequence, root and timings"),
-    "root.lost": ("error", "a root is out of service in this run; its committed samples stay; root, kind, message"),
-    "intake.paused": ("error", "no sample is started: disks or dump directory have no room; kind, and what to free in message"),
-    "intake.resumed": ("info", "there is room again; kind, and how many seconds it took"),
-    "attempt.failed": ("warning", "an attempt failed by the sample's own fault and will be repeated; marker, reason, evidence"),
-    "sample.quarantined": ("error", "an attempt failed for good; marker, reason, evidence"),
-    "invariant.violated": ("warning", "an invariant does not hold; invariant, evidence, and the marker unless it is the run's"),
-    "engine.state_changed": ("info", "the engine's life took a step; state and reason"),
-    "engine.waiting": ("info", "what the engine waits for while it comes up; reason"),
-    "engine.restarted": ("error", "the epoch is void and a restart follows; reason, evidence, samples requeued, delay"),
-    "canary.passed": ("info", "hsx's own prompts came back sound; epoch, and the sequence up to which that vouches"),
-    "samples.revoked": ("error", "committed samples are taken back and extracted again; epoch, invariant, evidence, count"),
-    "sample.convicted": ("error", "a sample was found to kill the server, and is quarantined; index, and how many deaths"),
-    "epoch.began": ("info", "a server passed the boot gate; `continued` where an earlier run had used it"),
-    "error.met": ("error", "anything else that went wrong; kind and message"),
-    "systemd.notify_failed": ("warning", "the service manager's socket took no message"),
-}
-"""Log events by name: their level, and what they say."""
+BURST_S: Final = 10.0
+"""After a pause, so many seconds' worth of lines for samples are written at once."""
 
 
 class LenientStream:
@@ -89,19 +64,56 @@ class LenientStream:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = True) -> None:  # noqa: A002 - the key's name
+class Thinned:
+    """Lets through as many lines for committed samples as a log can bear; the next one says how many were left out.
+
+    Args:
+        per_second: lines a second in the long run; 0: none.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._allowed = per_second * BURST_S
+        self._looked = clock()
+        self._unlogged = 0
+
+    def __call__(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """A structlog processor. Raises structlog.DropEvent for a line too many."""
+        if event.get("event") != PER_SAMPLE:
+            return event
+        now = self._clock()
+        earned = (now - self._looked) * self._per_second
+        self._looked = now
+        self._allowed = min(self._allowed + earned, self._per_second * BURST_S)
+        if self._allowed < 1:
+            self._unlogged += 1
+            raise structlog.DropEvent
+        self._allowed -= 1
+        if self._unlogged:
+            event["unlogged"], self._unlogged = self._unlogged, 0
+        return event
+
+
+def configure(
+    level: Level,
+    format: Format,  # noqa: A002 - the key's name
+    stream: TextIO,
+    *,
+    samples_per_second: float | None = None,
+) -> None:
     """Sets up logging for the process.
 
     Args:
         level: lowest level that is written.
         format: `json`: one object a line; `console`: text; `auto`: console where `stream` is a terminal.
         stream: where to; every line is flushed. One that fails loses lines and does no other harm.
-        samples: False leaves the line for each committed sample out.
+        samples_per_second: how many lines for committed samples are written in the long run; None: all, 0: none.
     """
     lenient = LenientStream(stream)
     atexit.register(lenient.settle)
     console = format == "console" or (format == "auto" and stream.isatty())
-    number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -112,10 +124,11 @@ def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = T
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     )
-    quiet: list[Processor] = [] if samples else [_drop_samples]
+    if leads_to_journal(stream):
+        ending[-1] = _Prioritised(ending[-1])
+    thinned: list[Processor] = [] if samples_per_second is None else [Thinned(samples_per_second)]
     structlog.configure(
-        processors=[*quiet, *shared, *ending],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
+        processors=[*thinned, *shared, *ending],
         # One write a line: print() writes text and newline apart, which threads could interleave.
         logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", lenient)),
         cache_logger_on_first_use=False,
@@ -129,15 +142,27 @@ def configure(level: Level, format: Format, stream: TextIO, *, samples: bool = T
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    set_level(level)
+
+
+def set_level(level: Level) -> None:
+    """Changes the lowest level that is written, from now on; loggers that are in use hear of it."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(number))
     # Libraries talk at INFO about what hsx reports itself.
-    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger().setLevel(max(number, logging.WARNING))
+
+
+class _Prioritised:
+    """A renderer whose lines carry the priority of their level."""
+
+    def __init__(self, renderer: Processor) -> None:
+        self._renderer = renderer
+
+    def __call__(self, logger: object, method: str, event: MutableMapping[str, Any]) -> str:
+        level = str(event.get("level", method))
+        return with_priority(level, str(self._renderer(logger, method, event)))
 
 
 def _to_json(event: MutableMapping[str, Any], **_options: object) -> str:
     return msgspec.json.encode(event, enc_hook=str).decode()
-
-
-def _drop_samples(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    if event.get("event") == PER_SAMPLE:
-        raise structlog.DropEvent
-    return event

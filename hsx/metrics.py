@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
-
-    from hsx.telemetry import Telemetry
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -192,10 +190,18 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
 )
 
 
+class HasSnapshot(Protocol):
+    """`hsx.telemetry.Telemetry`, or whoever holds a status document that was made from it."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the metrics are made of."""
+        ...
+
+
 class TelemetryCollector(Collector):
     """Turns a telemetry's snapshot into metric families."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: HasSnapshot) -> None:
         self._telemetry = telemetry
 
     def collect(self) -> Iterator[Metric]:
@@ -215,7 +221,7 @@ class TelemetryCollector(Collector):
             yield family
 
 
-def registry_of(telemetry: Telemetry) -> CollectorRegistry:
+def registry_of(telemetry: HasSnapshot) -> CollectorRegistry:
     """A registry of its own, holding this telemetry's metrics only."""
     registry = CollectorRegistry()
     registry.register(TelemetryCollector(telemetry))

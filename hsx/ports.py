@@ -213,6 +213,10 @@ class EngineOwner(Protocol):
         """
         ...
 
+    async def leave(self, grace_s: float) -> None:
+        """The run is over: as `stop` for a server that must not outlive hsx; nothing for any other. Idempotent."""
+        ...
+
 
 # --- dumps ------------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Supervisor:
         return self._epoch
 
     async def run(self) -> None:
-        """Keeps an engine ready until cancelled; then stops it, where hsx owns it.
+        """Keeps an engine ready until cancelled; then stops it, where it must not outlive hsx.
 
         Raises:
             RunError: `restart_budget` when restarts are spent; `server_refused` or `capture_off` for a server that no restart
@@ -150,7 +150,7 @@ class Supervisor:
         finally:
             if self._state is not State.DRAINING:
                 self._go(Event.DRAIN)
-            await self._parts.owner.stop(self._stop_grace_s)
+            await self._parts.owner.leave(self._stop_grace_s)
             self._go(Event.STOPPED)
 
     async def _one_life(self) -> _End:
@@ -226,6 +226,11 @@ class Supervisor:
         await asyncio.to_thread(parts.before_start)
         record = await parts.owner.start()
         verdict = (await parts.ledger.voided_epochs()).get(record.epoch)
+        if verdict is not None and parts.owner.restarts:
+            # The run that voided it did not live to stop it.
+            await parts.owner.stop(self._stop_grace_s)
+            record = await parts.owner.start()
+            verdict = (await parts.ledger.voided_epochs()).get(record.epoch)
         if verdict is not None:
             raise RunError(
                 "epoch_void",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -38,6 +39,10 @@ class Notifier:
     def status(self, text: str) -> None:
         """STATUS: one line for `systemctl status`."""
         self._send(f"STATUS={_one_line(text)}")
+
+    def reloading(self) -> None:
+        """RELOADING=1: the job file is read again; `ready` says that it was."""
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def ping(self) -> None:
         """WATCHDOG=1."""

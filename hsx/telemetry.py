@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from hsx.core.history import History
 from hsx.core.lifecycle import State
 from hsx.core.rates import Meter, eta
 from hsx.logs import PER_SAMPLE, configure
+from hsx.recent import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +30,12 @@ __all__ = ["LAST_ERRORS", "LAST_RESTARTS", "Telemetry", "configure"]
 
 LAST_ERRORS: Final = 50
 LAST_RESTARTS: Final = 20
+LAST_QUARANTINED: Final = 20
+LAST_STATES: Final = 100
+RECENT_S: Final = (5.0, 241)
+"""Slices of the recent history, in seconds, and how many are kept: twenty minutes."""
+MINUTES_S: Final = (60.0, 1441)
+"""The same of the day's history."""
 
 
 class Telemetry:
@@ -50,10 +58,12 @@ class Telemetry:
     ) -> None:
         self._clock = clock
         self._wall = wall
-        self.log: structlog.typing.FilteringBoundLogger = structlog.get_logger() if logger is None else logger
+        self.log = EventLog(structlog.get_logger() if logger is None else logger, wall)
         self._began = clock()
         self._began_wall = wall()
         self._samples, self._tokens, self._bytes = Meter(self._began), Meter(self._began), Meter(self._began)
+        self._histories = {"recent": History(*RECENT_S, self._began), "minutes": History(*MINUTES_S, self._began)}
+        self._phase: dict[str, Any] = {"name": "starting", "since": self._began_wall, "kind": "", "reason": ""}
         self._job: dict[str, Any] = {}
         self._before: Counts | None = None
         self._adopted = 0
@@ -76,13 +86,45 @@ class Telemetry:
         self._paused: dict[str, dict[str, Any]] = {}
         self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
         self._last_restarts: deque[dict[str, Any]] = deque(maxlen=LAST_RESTARTS)
+        self._states: deque[dict[str, Any]] = deque(maxlen=LAST_STATES)
+        self._quarantine_reasons: Counter[str] = Counter()
+        self._last_quarantined: deque[dict[str, Any]] = deque(maxlen=LAST_QUARANTINED)
+        self._on_root: dict[str, Counter[str]] = {}
 
-    def job_began(self, name: str, run: str, store: str, counts: Counts, violations: Mapping[str, int] | None = None) -> None:
-        """The job is open; `counts` and `violations` (by invariant) are what the ledger held before this run did anything."""
+    def job_began(
+        self,
+        name: str,
+        run: str,
+        store: str,
+        counts: Counts,
+        violations: Mapping[str, int] | None = None,
+        quarantined: Mapping[str, int] | None = None,
+    ) -> None:
+        """The job is open.
+
+        Args:
+            name: the job's.
+            run: the 8 hex digits of its markers.
+            store: path of its store.
+            counts: what the ledger held before this run did anything.
+            violations: those that it held, by invariant.
+            quarantined: the samples that it held as quarantined, by reason.
+        """
         self._job = {"name": name, "run": run, "store": store}
         self._before = counts
         self._violations_before = Counter(violations or {})
+        self._quarantine_reasons.update(quarantined or {})
         self.log.info("job.began", **self._job, **asdict(counts))
+
+    def phase(self, name: str, *, kind: str = "", reason: str = "") -> None:
+        """Where the run is between its start and its end; not logged.
+
+        Args:
+            name: `starting`, `extracting`, `draining`, `done`, `interrupted` or `failed`.
+            kind: of the error that ended the run.
+            reason: for people.
+        """
+        self._phase = {"name": name, "since": self._wall(), "kind": kind, "reason": reason[:2000]}
 
     def sample_committed(
         self,
@@ -117,6 +159,9 @@ class Telemetry:
         self._samples.add(now, 1)
         self._tokens.add(now, tokens)
         self._bytes.add(now, nbytes)
+        for history in self._histories.values():
+            history.add(now, samples=1, tokens=tokens, bytes=nbytes)
+        self._on_root.setdefault(root, Counter()).update(samples=1, bytes=nbytes)
         self._adopted += adopted
         for step, seconds in timings.items():
             self._step_seconds[step] += seconds
@@ -139,6 +184,10 @@ class Telemetry:
         """An attempt failed by the sample's own fault, for `reason` (an invariant or an error kind); perhaps for good."""
         self._failures[reason] += 1
         self._quarantined += quarantined
+        if quarantined:
+            self._quarantine_reasons[reason] += 1
+            entry = {"time": self._wall(), "marker": str(marker), "reason": reason, "evidence": evidence[:2000]}
+            self._last_quarantined.append(entry)
         self._remember(reason, evidence, str(marker))
         write = self.log.error if quarantined else self.log.warning
         write("sample.quarantined" if quarantined else "attempt.failed", marker=str(marker), reason=reason, evidence=evidence)
@@ -154,6 +203,7 @@ class Telemetry:
         """The engine's life took a step."""
         name = state.value if isinstance(state, State) else state
         self._engine = (name, reason, self._wall())
+        self._states.append({"time": self._engine[2], "state": name, "reason": reason[:500]})
         self.log.info("engine.state_changed", state=name, reason=reason)
 
     def engine_waiting(self, situation: str) -> None:
@@ -167,6 +217,8 @@ class Telemetry:
         """The epoch was voided, and a restart follows after `delay_s` seconds; `requeued` samples went back to the queue."""
         self._restarts[reason] += 1
         self._requeued += requeued
+        for history in self._histories.values():
+            history.add(self._clock(), restarts=1)
         entry = {"reason": reason, "evidence": evidence, "requeued": requeued, "delay_s": round(delay_s, 3)}
         self._last_restarts.append({"time": self._wall(), **entry})
         self._remember(reason, evidence, "")
@@ -203,11 +255,16 @@ class Telemetry:
         self._in_flight = {"requests": requests, "tokens": tokens}
         self._staging_bytes = staging_bytes
 
+    def root_known(self, name: str, path: str, size: int, reserve: int) -> None:
+        """A root of the job: where it is, the bytes of its file system, and those that stay free."""
+        root = self._roots.setdefault(name, {"reason": "", **_UNSEEN})
+        root |= {"path": path, "size_bytes": size, "reserve_bytes": reserve}
+
     def root_space(
         self, name: str, free: int, *, room: int | None = None, booked: int = 0, speed: float | None = None, state: str = ""
     ) -> None:
         """A root was looked at; see the port."""
-        root = self._roots.setdefault(name, {"reason": ""})
+        root = self._roots.setdefault(name, {"reason": "", **_UNSEEN})
         root |= {"state": state or "in_service", "free_bytes": free, "room_bytes": free if room is None else max(0, room)}
         root |= {"promised_bytes": booked, "bytes_per_second": None if speed is None else round(speed)}
 
@@ -233,6 +290,23 @@ class Telemetry:
         pause = self._paused.pop(kind, None)
         if pause is not None:
             self.log.info("intake.resumed", kind=kind, seconds=round(self._wall() - pause["since"], 3))
+
+    @property
+    def paused(self) -> str:
+        """Why the intake is paused; "" while it is not."""
+        return "; ".join(str(pause["message"]) for pause in self._paused.values())
+
+    @property
+    def attempts_failed(self) -> int:
+        """Attempts of this run that failed."""
+        return sum(self._failures.values())
+
+    def run_unsound(self, fault: str) -> None:
+        """The run itself does not get on, for the reason `fault`; or, with "", does again."""
+        if fault:
+            self.log.error("run.stuck", message=fault)
+        else:
+            self.log.info("run.recovered")
 
     @property
     def bytes_committed(self) -> int:
@@ -277,7 +351,10 @@ class Telemetry:
             progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
         state, reason, since = self._engine
         violations = self._violations_before + self._violations
+        wall = self._wall()
         return {
+            "time": wall,
+            "phase": dict(self._phase),
             "job": {**self._job, "began": self._began_wall, "seconds": round(age, 3)},
             "progress": progress,
             "engine": {
@@ -292,10 +369,11 @@ class Telemetry:
                     "requeued": self._requeued,
                     "last": list(self._last_restarts),
                 },
+                "timeline": list(self._states),
             },
             "in_flight": dict(self._in_flight),
             "staging": {"bytes": self._staging_bytes},
-            "roots": {name: dict(root) for name, root in self._roots.items()},
+            "roots": {name: {**root, "by_run": self._of_root(name)} for name, root in self._roots.items()},
             "intake": {"paused": bool(self._paused), "pauses": [dict(pause) for pause in self._paused.values()]},
             "invariants": {
                 "violations": self._violations.total(),
@@ -309,6 +387,29 @@ class Telemetry:
                 "by_run": self._quarantined,
                 "convicted": self._convicted,
                 "rejected_rows": rejected,
+                "by_reason": dict(self._quarantine_reasons),
+                "last": list(self._last_quarantined),
             },
             "last_errors": list(self._errors),
+            "history": {name: _drawn(history, now, wall) for name, history in self._histories.items()},
+            "events": list(self.log.last),
         }
+
+    def _of_root(self, name: str) -> dict[str, int]:
+        counted = self._on_root.get(name, Counter())
+        return {"samples": counted["samples"], "bytes": counted["bytes"]}
+
+
+_UNSEEN: Final[dict[str, Any]] = {
+    "state": "in_service",
+    "free_bytes": None,
+    "room_bytes": None,
+    "promised_bytes": 0,
+    "bytes_per_second": None,
+}
+"""A root that nobody has looked at yet."""
+
+
+def _drawn(history: History, now: float, wall: float) -> dict[str, Any]:
+    age, series = history.series(now)
+    return {"step_seconds": history.step_s, "begins": round(wall - age, 3), **series}

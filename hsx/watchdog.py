@@ -71,9 +71,10 @@ class Watchdog:
         self._others: set[str] = set()
         self._looked_at = parts.clock.monotonic()
 
-    def is_looking(self) -> bool:
-        """Whether this watchdog does its work: then a silence is either sound or about to be ended."""
-        return self._clock.monotonic() - self._looked_at < WEDGED_S
+    @property
+    def looked_at(self) -> float:
+        """When this watchdog last did its work, in monotonic seconds: while it does, a stall of the server is ended."""
+        return self._looked_at
 
     async def run(self, sweeper: Sweeper) -> None:
         """Looks once a second until cancelled."""

@@ -30,10 +30,12 @@ from hsx.engines.external import ExternalOwner
 from hsx.engines.leftovers import sweep_shared_memory
 from hsx.engines.process import boot_id, process_alive
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.engines.systemd_unit import SystemdOwner
 from hsx.errors import EngineError, RunError
 from hsx.gate import Gate
 from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
+from hsx.soundness import Soundness
 from hsx.space import RootsSettings, Space, Staging
 from hsx.stores.checksum import crc32c
 from hsx.stores.draining import is_draining
@@ -46,11 +48,11 @@ from hsx.suspects import Suspects
 from hsx.sweeper import Sweeper
 from hsx.upkeep import Copies, Syncing
 from hsx.vouching import Vouching
-from hsx.watchdog import Watchdog, WatchdogParts
+from hsx.watchdog import WEDGED_S, Watchdog, WatchdogParts
 from hsx.writer import Writer, WriterSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -103,6 +105,8 @@ class Wiring:
         supervisor, watchdog, vouching, sweeper, space, writer, pipeline: each in the module of its name.
         syncing, copies: see `hsx.upkeep`.
         homes: see `hsx.locks`.
+        soundness: see the module of its name.
+        busy_with: what the end of the run waits for, such as disks that are synced; "" for nothing.
 
     Raises:
         RunError: a root, the store or the dump directory cannot be used; its kind says how.
@@ -135,12 +139,7 @@ class Wiring:
         self.space = Space(roots, self._roots_settings(roots), clock, telemetry)
         self._staging = Staging(self.dumps, self._is_outstanding, clock, telemetry)
         self._admission = Admission(
-            Limits(
-                requests=config.pipeline.concurrency,
-                tokens=config.pipeline.max_tokens_in_flight,
-                staging_bytes=loaded.staging_bytes,
-                samples=config.pipeline.concurrency * STAGED_PER_REQUEST,
-            ),
+            _budgets(loaded),
             self.space,
             self._staging,
             clock,
@@ -165,11 +164,13 @@ class Wiring:
             self.homes,
         )
         self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
+        self.busy_with = ""
         self.supervisor = self._make_supervisor(clock, canary)
         self.watchdog = self._make_watchdog(clock, canary)
         self.sweeper = Sweeper(ledger.run, self._outstanding, self.dumps, ledger, clock, self.watchdog.count)
         self.pipeline = self._make_pipeline(clock)
         self.syncing = self._make_syncing(roots, clock)
+        self.soundness = self._make_soundness(clock)
         folders = {root.name: root.folder for root in roots}
         self.copies = Copies(config.storage.backup_seconds, folders, self.space, ledger, telemetry, clock)
 
@@ -177,6 +178,12 @@ class Wiring:
         """Ends the threads; waits for what they are doing."""
         self.writer.shutdown()
         self.space.shutdown()
+
+    def change(self, loaded: LoadedConfig) -> None:
+        """Takes over what `hsx.reload.CHANGEABLE` names of a job file that was read again."""
+        self._admission.change(_budgets(loaded))
+        watchdog = loaded.config.watchdog
+        self._restarts.change(budget=watchdog.restart_budget, window_s=watchdog.restart_window_s)
 
     def patience_s(self) -> float:
         """Seconds without a sign of work that are allowed for what is in flight now."""
@@ -279,10 +286,11 @@ class Wiring:
             budget=config.watchdog.restart_budget,
             window_s=config.watchdog.restart_window_s,
         )
+        self._restarts = RestartPolicy(limits)
         return Supervisor(
             self._ledger.run,
             parts,
-            RestartPolicy(limits),
+            self._restarts,
             start_timeout_s=config.engine.start_timeout_s,
             stop_grace_s=config.engine.stop_grace_s,
         )
@@ -299,6 +307,42 @@ class Wiring:
             canary=canary.check,
         )
         return Watchdog(parts, self._progress_limits, WindowLimit(config.violations, config.violation_window_s))
+
+    def _make_soundness(self, clock: Clock) -> Soundness:
+        slack = self._loaded.config.pipeline.request_slack
+
+        def marks() -> Hashable:
+            now, epoch = self._admission.in_flight, self.supervisor.epoch
+            flight = (now.requests, now.tokens, now.staging_bytes, now.samples)
+            committed, failed = self._telemetry.bytes_committed, self._telemetry.attempts_failed
+            advanced = self._admission.snapshot().last_advance
+            return (
+                committed,
+                failed,
+                flight,
+                advanced,
+                self.supervisor.state,
+                epoch.id if epoch else "",
+                self.pipeline.attempts,
+            )
+
+        def waits() -> str:
+            if self.busy_with:
+                return self.busy_with
+            if self.supervisor.epoch is None:
+                return f"the engine, which is {self.supervisor.state.value}"
+            return self._telemetry.paused
+
+        return Soundness(
+            clock,
+            marks=marks,
+            waits=waits,
+            looked_at=lambda: self.watchdog.looked_at,
+            look_s=WEDGED_S,
+            patience_s=lambda: slack * self.patience_s() + self._loaded.config.pipeline.dump_deadline_s,
+            attempts=lambda: self.pipeline.attempts,
+            tell=self._telemetry.run_unsound,
+        )
 
     def _on_commit(self) -> None:
         self.watchdog.committed()
@@ -357,6 +401,16 @@ class Wiring:
             record_final_norm(self._loaded.store, weight, report.norm_eps)
 
 
+def _budgets(loaded: LoadedConfig) -> Limits:
+    pipeline = loaded.config.pipeline
+    return Limits(
+        requests=pipeline.concurrency,
+        tokens=pipeline.max_tokens_in_flight,
+        staging_bytes=loaded.staging_bytes,
+        samples=pipeline.concurrency * STAGED_PER_REQUEST,
+    )
+
+
 def _sweep(roots: Sequence[ShardRoot], state_dir: Path) -> None:
     """Removes what killed writers left, and killed moves, unless one is under way. `Homes` is held: none begins meanwhile."""
     try:
@@ -382,6 +436,8 @@ def make_owner(loaded: LoadedConfig) -> EngineOwner:
     engine = loaded.config.engine
     if engine.ownership == "external":
         return ExternalOwner(loaded.dump_dir, engine.port, engine.start_timeout_s)
+    if engine.ownership == "systemd":
+        return SystemdOwner(loaded.server_unit, loaded.dump_dir, engine.port, engine.start_timeout_s)
     python = engine.python or sys.executable
     return SpawnOwner(
         SpawnPlan(

@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/: the job file's schema and reference, exit codes, and the names to rely on.
+"""Writes the generated pages of docs/: the job file's schema and reference, exit codes, log events, and the names to rely on.
 
 With --check it writes nothing, and fails where a page is not what it would write.
 """
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 from hsx.config_schema import reference, schema_text
 from hsx.core.invariants import INVARIANTS
 from hsx.errors import KINDS
+from hsx.events import BOUND, EVENTS, NOTHING, Event
 from hsx.exit_codes import MEANINGS
-from hsx.logs import EVENTS
 from hsx.metrics import METRICS
+from hsx.status.schema import schema_text as status_schema_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,16 +47,47 @@ def names() -> str:
         "## Metrics",
         _table(("metric", "type", "label", "meaning"), [(f"`{m.name}`", m.kind, m.label, m.text) for m in METRICS]),
         "## Log events",
-        "JSON lines carry `event`, `level`, `timestamp` (UTC, ISO 8601) and the fields of the event.",
-        _table(("event", "level", "meaning"), [(f"`{name}`", level, text) for name, (level, text) in EVENTS.items()]),
+        "In [events.md](events.md).",
     )
+
+
+def events() -> str:
+    """docs/events.md."""
+    ours = [event for event in EVENTS.values() if event.writer == "hsx"]
+    servers = [event for event in EVENTS.values() if event.writer == "server"]
+    return _page(
+        "# Log events",
+        _HEAD,
+        "hsx logs JSON lines to standard error: to systemd's journal with their priorities (error 3, warning 4, info 6, "
+        "debug 7), to a terminal as text. `log.level`, `log.format` and `log.samples_per_second` are keys of the "
+        "[job file](job-file.md). No line carries token ids, or anything secret.",
+        "Every line carries:",
+        _table(("field", "is"), [(f"`{name}`", text) for name, text in BOUND.items()]),
+        "Lines of libraries also have `logger`, and their text as `event`.",
+        *(_event(event) for event in ours),
+        "## In the server's log",
+        "The capture plugin writes these, as text, into the log of the server that it runs in.",
+        *(_event(event) for event in servers),
+    )
+
+
+def _event(event: Event) -> str:
+    parts = [f"### `{event.name}`", f"*{event.level}.* {event.says}"]
+    if event.todo != NOTHING:
+        parts.append(f"Do: {event.todo[0].lower() if event.todo[1].islower() else event.todo[0]}{event.todo[1:]}")
+    if event.fields:
+        rows = [(f"`{name}`{' (optional)' if name in event.optional else ''}", text) for name, text in event.fields.items()]
+        parts.append(_table(("field", "is"), rows))
+    return "\n\n".join(parts)
 
 
 PAGES: Final = {
     "job.schema.json": schema_text,
+    "status.schema.json": status_schema_text,
     "job-file.md": reference,
     "exit-codes.md": exit_codes,
     "names.md": names,
+    "events.md": events,
 }
 
 

@@ -32,7 +32,7 @@ what the log had called committed. A result stands here only if all of that held
 
 "Reference" is the small server of `hsx.testing` that commits faults on command; "SGLang" is the real SGLang with a small model.
 A dash: the fault cannot be brought about there, or says nothing new. Reasons are explained in the
-[operator's guide](operators-guide.md)."""
+[operator's guide](operations.md)."""
 
 
 def page(folder: Path) -> str:

@@ -1,10 +1,14 @@
 #!/bin/bash
-# setup_system.sh: Debian's packages `systemd` (for systemd-analyze), and `strace`, `e2fsprogs`, `mount` and `util-linux` (for the
-# tests on failing disks), where one is missing and this user may install it.
+# setup_system.sh: Debian's packages `systemd`, `dbus` and `polkitd` (for the tests of the units), and `strace`, `e2fsprogs`, `mount` and `util-linux` (for the
+# tests on failing disks), and `chromium` with `chromium-driver` (for those of the dashboard), where one is missing and this user may install it.
 set -euo pipefail
 missing=()
-command -v systemd-analyze > /dev/null || missing+=(systemd)
+command -v systemd-analyze > /dev/null && [ -x /lib/systemd/systemd ] || missing+=(systemd)
+command -v dbus-daemon > /dev/null || missing+=(dbus)
+command -v pkcheck > /dev/null || missing+=(polkitd)
 command -v strace > /dev/null || missing+=(strace)
+command -v chromium > /dev/null || missing+=(chromium)
+command -v chromedriver > /dev/null || missing+=(chromium-driver)
 command -v mkfs.ext4 > /dev/null || missing+=(e2fsprogs)
 command -v mount > /dev/null || missing+=(mount)
 command -v unshare > /dev/null || missing+=(util-linux)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
+from hsx.testing.catalogue import Catalogued
 from hsx.testing.mounts import obstacle, private_mounts
 from hsx.testing.servers import RunningServer, running_reference, tiny_config
 from hsx.testing.smollm2 import fetch_gguf, prepare
@@ -45,6 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes are named by their argument: two workers must collect the same names, and gzip's header tells the time."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(autouse=True)
+def _logs_by_the_catalogue() -> Iterator[None]:
+    """What the program logs in this process is held against the catalogue of events, in every test."""
+    watching = Catalogued()
+    structlog.configure(processors=[watching, *structlog.get_config()["processors"]])
+    yield
+    structlog.reset_defaults()
+    assert watching.objections == []
 
 
 @pytest.fixture(scope="session")

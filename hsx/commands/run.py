@@ -65,13 +65,13 @@ def open_view(stream: TextIO, settings: Log, verbose: int) -> ProgressView:
     """
     level: logs.Level = "debug" if verbose else settings.level
     if not stream.isatty():
-        logs.configure(level, settings.format, stream)
+        logs.configure(level, settings.format, stream, samples_per_second=None if verbose else settings.samples_per_second)
         if settings.format == "console":
             lenient = logs.LenientStream(stream)
             return PlainView(lambda line: _write(lenient, line))
         return PlainView(lambda line: structlog.get_logger().info("job.progressed", summary=line))
     view = BarView(stream)
-    logs.configure(level, settings.format, sys.stderr, samples=bool(verbose))
+    logs.configure(level, settings.format, sys.stderr, samples_per_second=None if verbose else 0.0)
     return view
 
 

@@ -91,4 +91,6 @@ def eta(remaining_tokens: int, rates: Rates, age_s: float) -> Eta:
     recent = age_s >= 600
     rate = rates.ten_minutes if recent else rates.run
     basis = "tokens/s of the last 10 minutes" if recent else "tokens/s of this run"
-    return Eta(remaining_tokens / rate, basis) if rate > 0 else Eta(None, "no sample has been committed yet")
+    if rate > 0:
+        return Eta(remaining_tokens / rate, basis)
+    return Eta(None, "nothing was committed in the last 10 minutes" if rates.run > 0 else "no sample has been committed yet")

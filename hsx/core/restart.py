@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class RestartPolicy:
         if counted:
             self._times.append(now)
         return delay * (1 + limits.jitter * (2 * uniform - 1))
+
+    def change(self, *, budget: int, window_s: float) -> None:
+        """Another budget from now on; what was used of the old one counts."""
+        self._limits = replace(self._limits, budget=budget, window_s=window_s)
 
     @property
     def budget(self) -> int:

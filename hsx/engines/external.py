@@ -78,13 +78,16 @@ class ExternalOwner:
         record = self._record
         if record is None:
             raise RuntimeError("no server was found")
-        await _gone(record, self._poll_s, self._dump_dir / record.epoch)
+        await process_gone(record, self._poll_s, self._dump_dir / record.epoch)
         return (
             f"process {record.pid} of epoch {record.epoch} is gone; it is not a child of hsx, so its exit status is not known"
         )
 
     async def stop(self, grace_s: float) -> None:
         """See the port. Nothing: the server is not hsx's to end."""
+
+    async def leave(self, grace_s: float) -> None:
+        """See the port. Nothing."""
 
 
 def find_server(dump_dir: Path, port: int) -> EpochRecord:
@@ -141,7 +144,7 @@ def _contested(port: int, living: list[EpochRecord], held: dict[str, Finding]) -
     return f"{len(living)} living servers name port {port}: {named}; expected one of them to listen there alone{said}"
 
 
-async def _gone(record: EpochRecord, poll_s: float, folder: Path) -> None:
+async def process_gone(record: EpochRecord, poll_s: float, folder: Path) -> None:
     """Returns when the record's process is gone. Until then keeps in mind what its tree holds in /dev/shm."""
     try:
         pidfd = os.pidfd_open(record.pid)

@@ -149,9 +149,8 @@ class SGLangClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=self._limits.concurrency + 8, keepalive_timeout=self._limits.keepalive_s, enable_cleanup_closed=False
-            )
+            # No limit of its own: admission has one, which may change in a run.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._limits.keepalive_s, enable_cleanup_closed=False)
             # A proxy from the environment must not come between hsx and its server.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=True)
         return self._session

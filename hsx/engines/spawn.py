@@ -135,6 +135,10 @@ class SpawnOwner:
                     break
         await self._sweep()
 
+    async def leave(self, grace_s: float) -> None:
+        """See the port: a spawned server does not outlive hsx."""
+        await self.stop(grace_s)
+
     async def _sweep(self) -> None:
         """Where the reaper was killed, waits for what is left of it to clear up, and does it where nothing is."""
         if self._process is not None and self._process.returncode == -signal.SIGKILL:

@@ -184,6 +184,12 @@ class LedgerReader:
             for row in self._connection.execute(query):
                 yield QuarantinedRow(*row)
 
+    def quarantined_by_reason(self) -> dict[str, int]:
+        """How many samples are quarantined, by invariant or error kind."""
+        query = "SELECT ifnull(reason, ''), count(*) FROM samples WHERE state = 'quarantined' GROUP BY 1 ORDER BY 1"
+        with translated(self._path):
+            return dict(self._connection.execute(query).fetchall())
+
     def rejected(self) -> Iterator[BadRow]:
         """Every dataset row that was rejected, in line order."""
         with translated(self._path):

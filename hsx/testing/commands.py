@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.testing.catalogue import strays
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -85,7 +87,10 @@ class HsxProcess:
 
 @contextmanager
 def hsx_running(job: Path, *arguments: str) -> Iterator[HsxProcess]:
-    """Starts `hsx COMMAND JOB [...]` on a job file; `arguments` begin with the command. Killed on leaving, if it still runs."""
+    """Starts `hsx COMMAND JOB [...]` on a job file; `arguments` begin with the command. Killed on leaving, if it still runs.
+
+    Raises AssertionError on leaving where it has logged what the catalogue of events does not know.
+    """
     command, *rest = arguments
     stem = f"{command}-{time.monotonic_ns()}"
     out, log = job.with_name(f"{stem}.out"), job.with_name(f"{stem}.log")
@@ -96,6 +101,9 @@ def hsx_running(job: Path, *arguments: str) -> Iterator[HsxProcess]:
     finally:
         process.kill()
         process.wait()
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        objections = strays(line.rstrip("\n") for line in lines)
+    assert not objections, objections
 
 
 def hsx_done(job: Path, *arguments: str, patience_s: float = PATIENCE_S) -> HsxProcess:

@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--epoch", default="", help="uuid of that record")
     args.add_argument("--layers", default="", help="comma-separated k of each h_k")
     args.add_argument("--final", default="post_norm", choices=("post_norm", "pre_norm"))
+    args.add_argument("--pace", type=float, help="tokens per second at most")
     args.add_argument("--allow-faults", action="store_true", help="serve /_fault, see hsx.testing.faults")
     args.add_argument(
         "--fault", action="append", default=[], help="JSON object, as for /_fault: armed at the start; repeatable"
@@ -101,7 +102,7 @@ async def _serve(options: argparse.Namespace) -> None:
         report = _report(record, model)
         spec = report.spec
         publisher = _publisher(folder, record, report, model, faults)
-    scheduler = Scheduler(model, spec, options.chunked_prefill_size, faults, publisher)
+    scheduler = Scheduler(model, spec, options.chunked_prefill_size, faults, publisher, options.pace)
     settings = Settings(
         model_path=str(options.model_path),
         version=hsx.__version__,

@@ -69,11 +69,20 @@ class Scheduler:
         chunk: tokens per step.
         faults: the armed faults.
         publisher: takes the dumps of prompts whose rid is a marker; None: nothing is captured.
+        pace: tokens per second at most, in the long run, as a device of its own has; None: as fast as it computes.
     """
 
     def __init__(
-        self, model: ReferenceModel, spec: CaptureSpec, chunk: int, faults: Faults, publisher: Publisher | None
+        self,
+        model: ReferenceModel,
+        spec: CaptureSpec,
+        chunk: int,
+        faults: Faults,
+        publisher: Publisher | None,
+        pace: float | None = None,
     ) -> None:
+        self._pace = pace
+        self._due = 0.0
         self._model = model
         self._spec = spec
         self._chunk = chunk
@@ -115,6 +124,9 @@ class Scheduler:
         began = time.monotonic()
         self._forward([part for part in batch if part[2] > part[1]])
         took = time.monotonic() - began
+        if self._pace is not None:
+            self._due = max(self._due, began) + sum(stop - start for _, start, stop in batch) / self._pace
+            time.sleep(max(0.0, self._due - time.monotonic()))
         for work, _, stop in batch:
             self._strike(work, stop, took)
         self._swap(batch)

@@ -182,3 +182,7 @@ class SimulatedOwner:
         if self._restarts:
             self._wire.server.kill("was stopped")
             self._wire.keep_up()
+
+    async def leave(self, grace_s: float) -> None:
+        """See the port."""
+        await self.stop(grace_s)

@@ -81,7 +81,7 @@ def test_the_file_must_exist_and_be_toml(tmp_path: Path) -> None:
         ({"capture": {"layers": [1, "x"]}}, "capture.layers = [1, 'x']: expected an integer, got text, at [1]"),
         ({"staging": {"max_bytes": "lots"}}, "staging.max_bytes = 'lots': expected a size in bytes with its unit"),
         ({"engine": {"port": 99999}}, "engine.port = 99999: expected an integer <= 65535"),
-        ({"engine": {"ownership": "mine"}}, "engine.ownership = 'mine': expected one of 'spawn', 'external'"),
+        ({"engine": {"ownership": "mine"}}, "engine.ownership = 'mine': expected one of 'spawn', 'external', 'systemd'"),
         ({"engine": {"env": {"A": 3}}}, "engine.env = {'A': 3}: expected text, got an integer"),
         ({"pipeline": {"allow_quarantined": 1.5}}, "pipeline.allow_quarantined = 1.5: expected a number <= 1"),
         ({"pipeline": {"dump_deadline_s": True}}, "pipeline.dump_deadline_s = True: expected a number, got true or false"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,9 +16,6 @@ from hsx.errors import RunError
 from hsx.ports import Counts
 from hsx.status import VERSION, StatusServer
 from hsx.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 KEYS = {
     "version",
@@ -36,34 +33,24 @@ KEYS = {
     "last_errors",
     "versions",
     "ready",
+    "time",
+    "phase",
+    "history",
+    "events",
+    "health",
 }
 
 
-@asynccontextmanager
-async def serving(telemetry: Telemetry, facts: Callable[[], dict[str, Any]] = dict) -> AsyncIterator[Callable[[str], Any]]:
-    """A running endpoint; yields a function that gets a path and returns (status, content type, text or JSON)."""
-    server = StatusServer(telemetry, facts, "127.0.0.1", 0)
-    url = await server.start()
-    async with aiohttp.ClientSession() as session:
-
-        async def get(path: str) -> tuple[int, str, Any]:
-            async with session.get(url + path) as answer:
-                is_json = answer.content_type == "application/json"
-                return answer.status, answer.content_type, await (answer.json() if is_json else answer.text())
-
-        try:
-            yield get
-        finally:
-            await server.stop()
+Serve = Callable[..., Any]
 
 
-async def test_the_status_document() -> None:
+async def test_the_status_document(serve: Serve) -> None:
     telemetry = Telemetry()
     telemetry.job_began("job", "aabbccdd", "/store", Counts(3, 0, 0, 0, 30, 0, 0))
     telemetry.engine_state(State.READY)
     telemetry.gauges(2, 20, 200)
-    async with serving(telemetry, lambda: {"limits": {"requests": 4}, "versions": {"engine": "x"}}) as get:
-        status, content_type, document = await get("/status")
+    async with serve(telemetry, lambda: {"limits": {"requests": 4}, "versions": {"engine": "x"}}) as served:
+        status, content_type, document = await served.get("/status")
     assert (status, content_type) == (200, "application/json")
     assert document["version"] == VERSION
     assert KEYS | {"limits"} == set(document)
@@ -74,42 +61,46 @@ async def test_the_status_document() -> None:
     assert document["versions"]["engine"] == "x"  # tables are merged, not replaced
 
 
-async def test_ready_only_while_the_engine_is() -> None:
+async def test_ready_only_while_the_engine_is(serve: Serve) -> None:
     telemetry = Telemetry()
-    async with serving(telemetry) as get:
-        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "engine is STOPPED"})
+    async with serve(telemetry) as served:
+        assert await served.get("/readyz") == (503, "application/json", {"ok": False, "reason": "engine is STOPPED"})
         telemetry.engine_state(State.READY)
-        assert await get("/readyz") == (200, "application/json", {"ok": True, "reason": ""})
+        assert await served.get("/readyz") == (200, "application/json", {"ok": True, "reason": ""})
         telemetry.engine_state(State.BACKOFF, "nothing came out")
-        assert (await get("/readyz"))[2] == {"ok": False, "reason": "engine is BACKOFF: nothing came out"}
+        assert (await served.get("/readyz"))[2] == {"ok": False, "reason": "engine is BACKOFF: nothing came out"}
 
 
-async def test_not_ready_while_there_is_no_room() -> None:
+async def test_not_ready_while_there_is_no_room(serve: Serve) -> None:
     telemetry = Telemetry()
     telemetry.engine_state(State.READY)
     telemetry.intake_paused("roots_full", "free 2 MB on root a")
-    async with serving(telemetry) as get:
-        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "roots_full: free 2 MB on root a"})
+    async with serve(telemetry) as served:
+        assert await served.get("/readyz") == (
+            503,
+            "application/json",
+            {"ok": False, "reason": "roots_full: free 2 MB on root a"},
+        )
         telemetry.intake_resumed("roots_full")
-        assert (await get("/readyz"))[0] == 200
+        assert (await served.get("/readyz"))[0] == 200
 
 
-async def test_the_run_may_say_itself_whether_it_is_ready() -> None:
+async def test_the_run_may_say_itself_whether_it_is_ready(serve: Serve) -> None:
     telemetry = Telemetry()
     telemetry.engine_state(State.READY)
-    async with serving(telemetry, lambda: {"ready": {"ok": False, "reason": "draining"}}) as get:
-        assert await get("/readyz") == (503, "application/json", {"ok": False, "reason": "draining"})
+    async with serve(telemetry, lambda: {"ready": {"ok": False, "reason": "draining"}}) as served:
+        assert await served.get("/readyz") == (503, "application/json", {"ok": False, "reason": "draining"})
 
 
-async def test_healthy_while_the_loop_turns() -> None:
-    async with serving(Telemetry()) as get:
-        assert await get("/healthz") == (200, "application/json", {"ok": True})
+async def test_healthy_while_the_loop_turns(serve: Serve) -> None:
+    async with serve(Telemetry()) as served:
+        assert await served.get("/healthz") == (200, "application/json", {"ok": True, "reason": ""})
 
 
-async def test_metrics_are_what_prometheus_reads() -> None:
+async def test_metrics_are_what_prometheus_reads(serve: Serve) -> None:
     telemetry = Telemetry()
-    async with serving(telemetry) as get:
-        status, content_type, text = await get("/metrics")
+    async with serve(telemetry) as served:
+        status, content_type, text = await served.get("/metrics")
     assert (status, content_type) == (200, "text/plain")
     assert "hsx_samples_committed" in {family.name for family in text_string_to_metric_families(text)}
 

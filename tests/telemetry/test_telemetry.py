@@ -122,7 +122,11 @@ def test_failures_are_told_apart_from_quarantine(telemetry: Telemetry, events: l
     telemetry.attempt_failed("m", "finite", "NaN", quarantined=True)
     data = telemetry.snapshot()
     assert data["failed_attempts"] == {"finite": 2}
-    assert data["quarantine"] == {"count": 2, "by_run": 1, "convicted": 0, "rejected_rows": 2}
+    quarantine = data["quarantine"]
+    counts = {key: quarantine[key] for key in ("count", "by_run", "convicted", "rejected_rows")}
+    assert counts == {"count": 2, "by_run": 1, "convicted": 0, "rejected_rows": 2}
+    assert quarantine["by_reason"] == {"finite": 1}
+    assert quarantine["last"] == [{"time": 1e9 + 100, "marker": "m", "reason": "finite", "evidence": "NaN"}]
     assert data["progress"]["samples"]["pending"] == 9
     assert [(event["event"], event["level"]) for event in events[1:]] == [
         ("attempt.failed", "warning"),
