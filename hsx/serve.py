@@ -5,7 +5,7 @@ the name of the argument to change, before a large model is loaded for half an h
 same again from the inside. `exec` keeps the process id, so the record written before it names the server.
 
 Runs in the server's environment, where hsx is installed without its dependencies: standard library, msgspec, hsx.core,
-hsx.config, hsx.errors and hsx.engines.process only.
+hsx.config, hsx.config_load, hsx.errors and hsx.engines.process only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from hsx import __version__
+from hsx.config_load import parse_size
 from hsx.core.dump import PART_SUFFIX
 from hsx.core.epoch import RECORD_NAME, RECORD_VARIABLE, EpochRecord, to_json
 from hsx.engines.process import boot_id
@@ -61,7 +62,6 @@ _MUST_BE: Final[tuple[tuple[tuple[str, ...], str, str], ...]] = (
         "1",
         "only the last stage's layers would be captured",
     ),
-    (("--dp-size", "--data-parallel-size", "--dp"), "1", "each rank would count its own sequence"),
     (
         ("--attn-cp-size", "--attention-context-parallel-size"),
         "1",
@@ -197,6 +197,9 @@ def write_record(config: Config, launch: Launch, epoch: str) -> Path:
         plugin_version=__version__,
         host=launch.host,
         port=launch.port,
+        staging_bytes=parse_size(config.capture.staging_bytes),
+        when_full=config.capture.when_full,
+        convert=config.capture.convert,
     )
     if folder.exists():
         raise RunError("serve_refused", f"epoch {epoch} exists already in {folder.parent}; epochs are never reused")
