@@ -37,7 +37,7 @@ class Slab:
     Attributes:
         states: [rows, L, H] in the pool's dtype.
         ids: int32 [rows].
-        array: the same memory as `states` for the writer thread: the bits as uint16, or float32.
+        bits: the same memory as `states`, as uint16 [rows, L, n]: what is written of a bfloat16 pool, where n is H.
         ids_array: the same memory as `ids`.
         event: recorded behind the copies into this slab; None where copies are done when they return.
         users: how many still need what is in it. Kept by `Staging`, under its lock.
@@ -45,7 +45,7 @@ class Slab:
 
     states: torch.Tensor
     ids: torch.Tensor
-    array: NDArray[np.uint16] | NDArray[np.float32]
+    bits: NDArray[np.uint16]
     ids_array: NDArray[np.int32]
     event: torch.cuda.Event | None
     users: int = 0
@@ -153,11 +153,11 @@ class Pool:
         ids_at = -(-states_bytes // _IDS_ALIGNMENT) * _IDS_ALIGNMENT
         states = memory[:states_bytes].view(self._dtype).view(self.rows, *self._shape)
         ids = memory[ids_at : ids_at + self.rows * ID_BYTES].view(torch.int32)
-        array = states.view(torch.uint16).numpy() if self._dtype == torch.bfloat16 else states.numpy()
+        bits = states.view(torch.uint16).numpy()
         # It sleeps instead of spinning: the writer thread shares its core with the scheduler.
-        event = torch.cuda.Event(blocking=True) if self._pinned else None
+        event = torch.cuda.Event(blocking=True) if self._pinned else None  # type: ignore[no-untyped-call] # torch has no types here
         self._made += 1
-        return Slab(states, ids, array, ids.numpy(), event)
+        return Slab(states, ids, bits, ids.numpy(), event)
 
 
 def _power_of_two_within(nbytes: int) -> int:

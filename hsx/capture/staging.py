@@ -322,15 +322,15 @@ class Staging:
             self._writer.begin(marker)
             self._begun[marker] = go
         rows = slice(part.row, part.row + part.count)
-        states, ids = slab.array[rows], slab.ids_array[rows]
+        bits, ids = slab.bits[rows], slab.ids_array[rows]
         if self._unrounded is not None:
             if begins:
                 self._unrounded.begin(marker)
             self._unrounded.write(marker, part.offset, slab.states[rows].numpy())
             self._writer.write(marker, part.offset, slab.states[rows].to(torch.bfloat16), ids)
         else:
-            self._writer.write(marker, part.offset, states, ids)
-        self._bytes += states.nbytes
+            self._writer.write(marker, part.offset, bits, ids)
+        self._bytes += bits.nbytes
 
     def _publish(self, go: Go) -> None:
         marker = go.marker

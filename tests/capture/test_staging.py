@@ -374,7 +374,7 @@ def test_a_pool_takes_no_more_than_it_may(nbytes: int) -> None:
     slab.ids[:] = torch.arange(pool.rows)
     slab.states[:] = 1.0
     assert np.array_equal(slab.ids_array, np.arange(pool.rows))
-    assert (slab.array == 0x3F80).all()
+    assert (slab.bits == 0x3F80).all()
 
 
 def test_closing_writes_what_is_queued_and_says_so(make: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
