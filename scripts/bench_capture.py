@@ -4,13 +4,14 @@
                                     [--model FOLDER] [--python INTERPRETER] [--out FILE]
 
 Two real servers of the same model run side by side, one bare, one with the plugin; an idle one sleeps. For each prompt length
-they take turns, in an order drawn anew for each round: the same prompts, as many at once; what counts is the time from the first
-request to the last answer. The dumps go to /dev/shm and are consumed meanwhile by a process of hsx's own: each is mapped, judged by every
-content invariant, written to a shard, and unlinked, as in a run.
+they take turns, in an order drawn anew for each round: the same prompts, as many at once; what counts is the time from the
+first request to the last answer. The dumps go to /dev/shm and are consumed meanwhile by a process of hsx's own: each is mapped,
+judged by every content invariant, written to a shard, and unlinked, as in a run.
 
-For each length: `x_bare_prefill`, the median of the rounds' ratios of tokens/s (goal: at least 0.95), with smallest and largest; `us_per_chunk` and `us_per_forward`, what the plugin itself spent in the forward path, from its state file, and
-`blocked_us`, what it waited for the pool; `late_ms`, the longest time from the last answer of a turn to its last dump. The same
-figures stand in the server's log at its end (`capture.closed`, which is printed).
+For each length: `x_bare_prefill`, the median of the rounds' ratios of tokens/s (goal: at least 0.95), and the smallest and the
+largest of them; `us_per_forward`, what the plugin itself spent in the forward path, from its state file, and `blocked_us`, what
+it waited for the pool; `late_ms`, the longest time from the last answer of a turn to its last dump. For all: `us_per_chunk`,
+from the line that the plugin leaves in the server's log at its end (`capture.closed`, which is printed).
 
 Trust the ratios, on a machine with nothing else to do. The tiny model is the harder test: its forward takes a millisecond.
 """
@@ -77,6 +78,7 @@ def consume(folder: Path, target: Path, samples: int, longest: int, width: int) 
         for index in range(samples):
             table.add(Row(f"s{index}", np.zeros(1, np.int32), np.ones(1, np.uint8), index + 1))
         table.finish({"sha256": "none"}, {})
+    (target / "root").mkdir()
     _, (root,) = attach_roots(create_store(target / "store", layout, SPEC, {}), {"bench": target / "root"})
     (target / "ready").touch()
     while True:

@@ -50,7 +50,8 @@ def test_capture_without_a_consumer(
             sent = markers(attempt, count)
             metas = asyncio.run(server.generate({str(m): IDS for m in sent}, settle=False))
             assert {meta["finish_reason"]["type"] for meta in metas.values()} == {"length"}
-            fine, failed = [], []
+            fine: list[Marker] = []
+            failed: list[Marker] = []
             for marker in sent:
                 (fine if server.ended(marker) else failed).append(marker)
             assert failed, f"{count} dumps fit into {MEGABYTES} MB"
