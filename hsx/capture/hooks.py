@@ -212,7 +212,9 @@ class Hooks:
         norm = find_norm(layers.body)
         from_norm = divides_final(runner.model) != 1.0
         if norm is None and (from_norm or spec.final == "pre_norm"):
-            raise CaptureRefusedError(f"{type(layers.body).__name__} has no final norm by a usual name; h_N cannot be taken there")
+            raise CaptureRefusedError(
+                f"{type(layers.body).__name__} has no final norm by a usual name; h_N cannot be taken there"
+            )
         if not place.writes:
             return
         # Before the report: whoever sees that finds the state beside it, and a second server reports nothing.
