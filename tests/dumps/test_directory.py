@@ -105,31 +105,31 @@ async def kind_of(task: asyncio.Task[None]) -> str:
 
 
 def test_state_is_none_until_the_capture_side_counts(dumps: DumpDirectory, folder: Path) -> None:
-    assert dumps.state() is None
+    assert dumps.states() == {}
     counter = Counter(folder, EPOCH)
     counter.add(sequence=3, published=3, foreign=1)
     counter.save()
-    assert dumps.state() == counter.state
+    assert dumps.states() == {0: counter.state}
     counter.close()
 
 
 def test_a_broken_state_file_and_one_of_another_epoch_are_errors(dumps: DumpDirectory, dump_dir: Path, folder: Path) -> None:
     (folder / STATE_NAME).write_text("{")
     with pytest.raises(EngineError, match="cannot be read") as caught:
-        dumps.state()
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
     counter = Counter(server(dump_dir, OTHER), OTHER)
     counter.close()
     shutil.copy(dump_dir / OTHER / STATE_NAME, folder / STATE_NAME)
     with pytest.raises(EngineError, match=f"is of epoch {OTHER}; expected {EPOCH}") as caught:
-        dumps.state()
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
 
 
 def test_an_unreadable_record_is_an_error(dumps: DumpDirectory, folder: Path) -> None:
     (folder / STATE_NAME).mkdir()
     with pytest.raises(EngineError, match="Is a directory") as caught:
-        dumps.state()
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
 
 
@@ -238,7 +238,7 @@ def test_a_dump_that_went_with_its_folder_is_not_the_samples_fault(dumps: DumpDi
         dumps.open(MARKER)
     assert gone.value.kind == "staging_gone"
     assert dumps.names() == []
-    assert dumps.state() is None
+    assert dumps.states() == {}
     assert dumps.peek(MARKER) is None
     dumps.remove(MARKER)
 
