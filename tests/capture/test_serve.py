@@ -72,7 +72,6 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--pp-size", "2"], "--pp-size is 2; expected 1"),
         ([*GOOD, "--pipeline-parallel-size=4"], "--pp-size is 4; expected 1"),
         ([*GOOD, "--pp-size", "1", "--pp-size", "2"], "--pp-size is 2; expected 1"),
-        ([*GOOD, "--dp-size", "2"], "--dp-size is 2; expected 1"),
         ([*GOOD, "--attn-cp-size", "2"], "--attn-cp-size is 2; expected 1"),
         ([*GOOD, "--disaggregation-mode", "prefill"], "--disaggregation-mode is prefill; expected null"),
         ([*GOOD, "--speculative-algorithm", "EAGLE"], "--speculative-algorithm is given; remove it"),
