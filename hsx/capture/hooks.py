@@ -60,6 +60,8 @@ class _ForwardBatch(Protocol):
     extend_prefix_lens_cpu: Sequence[int]
     extend_seq_lens_cpu: Sequence[int]
     input_ids: torch.Tensor | None
+    input_embeds: torch.Tensor | None
+    mm_inputs: Sequence[object | None] | None
 
 
 class _ServerArgs(Protocol):
@@ -179,6 +181,7 @@ class Hooks:
 
     def _read(self, session: Session, forward_batch: _ForwardBatch) -> Batch | None:
         with session.contained([]):
+            self._refuse_other_inputs(session, forward_batch)
             return session.begin(
                 [str(rid) for rid in forward_batch.rids or ()],
                 [int(n) for n in forward_batch.extend_prefix_lens_cpu],
@@ -186,6 +189,19 @@ class Hooks:
                 forward_batch.input_ids,
             )
         return None
+
+    def _refuse_other_inputs(self, session: Session, forward_batch: _ForwardBatch) -> None:
+        """States are stored under token ids; of an image, a sound or an embedding the ids say nothing.
+
+        A multi-modal model is captured well as long as its prompts are text, so only requests are refused.
+        """
+        rids = forward_batch.rids or ()
+        for rid, other in zip(rids, forward_batch.mm_inputs or (), strict=False):
+            if other is not None:
+                session.refuse(str(rid), "the request has multi-modal inputs (images, audio or video); expected text alone")
+        if forward_batch.input_embeds is not None:
+            for rid in rids:
+                session.refuse(str(rid), "the batch has input embeddings in the place of token ids; expected ids")
 
     def _install(self, runner: _ModelRunner) -> None:
         from sglang import __version__ as sglang_version

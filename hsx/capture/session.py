@@ -104,6 +104,12 @@ class Session:
                 return Batch(plan, input_ids[: plan.rows].to(torch.int32, copy=True))
         return None
 
+    def refuse(self, rid: str, reason: str) -> None:
+        """The request `rid` is one that cannot be captured: where it has a marker, that fails, and nothing of it is taken."""
+        marker = parse(rid)
+        if marker is not None:
+            self._fail(marker, reason)
+
     def tensors(self, batch: Batch, aux: torch.Tensor | Sequence[torch.Tensor] | None, final: torch.Tensor | None) -> None:
         """The states of `batch` are there: the layers as the model gives them, and the final state [R, H].
 
