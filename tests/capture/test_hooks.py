@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_locked_is_a_refusal(tmp_path: Path, folder: Pat
 
 
 def test_requests_with_other_inputs_than_text_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
-    """An image's rows stand under placeholder ids; a batch of embeddings has no ids at all. The text beside them is captured."""
+    """An image's rows stand under placeholder ids, and embeddings have no ids at all. The text beside them is captured."""
     program = """
     forward(first, ["hsx1-0a0b0c0d-1-1-5", "hsx1-0a0b0c0d-2-1-3", "other"], [5, 3, 2], mm_inputs=[object(), None, object()])
     forward(first, ["hsx1-0a0b0c0d-3-1-4"], [4], input_embeds=torch.ones(4, 8))
