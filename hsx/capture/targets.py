@@ -62,11 +62,20 @@ TARGETS: Final = (
         attributes=("num_hidden_layers", "hidden_size", "vocab_size", "dtype"),
     ),
     Target("ModelRunner.load_model", "sglang.srt.distributed.parallel_state.get_attn_tensor_model_parallel_rank"),
+    Target("ModelRunner.load_model", "sglang.srt.distributed.parallel_state.get_attn_tensor_model_parallel_world_size"),
     Target("ModelRunner.forward", f"{RUNNER}.forward", ("self", "forward_batch")),
     Target(
         "ModelRunner.forward",
         BATCH,
-        attributes=("forward_mode", "rids", "extend_prefix_lens_cpu", "extend_seq_lens_cpu", "input_ids"),
+        attributes=(
+            "forward_mode",
+            "rids",
+            "extend_prefix_lens_cpu",
+            "extend_seq_lens_cpu",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+        ),
     ),
     Target("ModelRunner.forward", MODE, attributes=("EXTEND", "MIXED")),
     Target(

@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-Kind = Literal["llama", "qwen3", "dsv3", "qwen3moe", "granite"]
-"""Llama; Qwen3 (with norms on queries and keys); DeepSeek-V3 (multi-head latent attention, mixture of experts); Qwen3-MoE
+Kind = Literal["llama", "qwen3", "dsv3", "glm4moe", "granite"]
+"""Llama; Qwen3 (with norms on queries and keys); DeepSeek-V3 (multi-head latent attention, mixture of experts); GLM-4-MoE
 (mixture of experts with plain attention); Granite (multipliers on embeddings, residual, attention and logits)."""
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
 
@@ -40,14 +40,14 @@ def make(kind: Kind, folder: Path, seed: int = 0) -> Path:
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         GraniteConfig,
         GraniteForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
     )
 
     shape = {
@@ -70,8 +70,8 @@ def make(kind: Kind, folder: Path, seed: int = 0) -> Path:
             model = LlamaForCausalLM(LlamaConfig(head_dim=32, **shape))
         elif kind == "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(head_dim=32, **shape))
-        elif kind == "qwen3moe":
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=32, **_MOE, **shape))
+        elif kind == "glm4moe":
+            model = Glm4MoeForCausalLM(Glm4MoeConfig(head_dim=32, **_MOE, **shape))
         elif kind == "granite":
             model = GraniteForCausalLM(GraniteConfig(**_MULTIPLIERS, **shape))
         else:
@@ -108,12 +108,16 @@ def make_tokenizer(folder: Path) -> None:
 
 
 _MOE: Final = {
-    "num_experts": 8,
+    "n_routed_experts": 8,
     "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
 }
 _MULTIPLIERS: Final = {
     "embedding_multiplier": 3.0,
