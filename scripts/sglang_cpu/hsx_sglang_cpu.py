@@ -1,8 +1,8 @@
 """What SGLang lacks to run on a CPU; for hsx's tests and demo, never for a real server.
 
 Three things: the published torchvision, built for CUDA, must import beside a CPU torch; multi-head latent attention needs a
-dispatch rule that SGLang has only for GPU backends (without it the numbers are silently wrong); and DP attention, which pads each
-rank's batch, asks the attention backend for a length that torch_native does not tell (without it the server dies).
+dispatch rule that SGLang has only for GPU backends (without it the numbers are silently wrong); and DP attention, which
+pads each rank's batch, asks the attention backend for a length that torch_native does not tell (without it the server dies).
 """
 
 from __future__ import annotations
