@@ -94,10 +94,10 @@ async def test_a_canary_with_wrong_states_is_told_from_one_that_captures_nothing
 ) -> None:
     dumps, client = DumpDirectory(server.folder.parent, process_alive), server.client()
     dumps.enter(server.record.epoch)
-    epoch = LiveEpoch(server.record, dumps.state())
+    epoch = LiveEpoch(server.record, dumps.states())
     canary = canary_of(dumps, client)
     try:
-        assert await canary.check(epoch) > 0
+        assert (await canary.check(epoch))[0] > 0
         for match in ("-c3-", "-c4-"):
             await server.fault("shifted_states", match=match)
         with pytest.raises(
@@ -175,10 +175,12 @@ class StoppedClient(SGLangClient):
 
     clock: AheadClock
 
-    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+    async def prefill(
+        self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float, rank: int | None = None
+    ) -> Answer:
         """As ever, but for that one request."""
         if (marker.index, marker.attempt, marker.canary) != (3, 1, False):
-            return await super().prefill(marker, input_ids, timeout_s)
+            return await super().prefill(marker, input_ids, timeout_s, rank)
         self.clock.ahead += timeout_s + 60.0
         raise SampleError("request_timeout", f"{marker}: no answer within {timeout_s:.0f} s")
 
@@ -232,11 +234,13 @@ async def test_a_server_that_answers_late_when_it_has_just_come_up_is_asked_agai
 class AbandonedClient(SGLangClient):
     """The connection of sample 3 breaks, and then nobody listens any more; that the server has died is not known yet."""
 
-    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+    async def prefill(
+        self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float, rank: int | None = None
+    ) -> Answer:
         """As ever, but for that sample."""
         if marker.index == 3 and not marker.canary:
             raise SampleError("request_failed", f"{marker}: the connection was lost")
-        return await super().prefill(marker, input_ids, timeout_s)
+        return await super().prefill(marker, input_ids, timeout_s, rank)
 
     async def abort(self, marker: Marker) -> None:
         """Finds nobody."""
