@@ -188,7 +188,7 @@ def test_the_script_reads_wheels_and_folders(package: Path, tmp_path: Path) -> N
 
 
 def test_the_plugin_refuses_by_the_hooks_name(package: Path, tmp_path: Path) -> None:
-    """SGLang would log the missing target and serve on; what the plugin leaves in the epoch's folder is what the boot gate reads."""
+    """SGLang would log the missing target and serve on; the boot gate reads what the plugin leaves in the epoch's folder."""
     path = package / "srt/layers/logits_processor.py"
     path.write_text(path.read_text().replace("def forward", "def apply"))
     (package / "srt/server_args.py").write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = 1\n")
