@@ -20,7 +20,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "setting up $(VENV): hsx with everything its tests need (about two minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.3,<26'
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 setup: $(VENV)/.stamp  ## the development environment, .venv
@@ -40,8 +40,8 @@ setup-model: setup
 setup-system:
 	scripts/setup_system.sh
 
-setup-tests:  ## what `make test` needs: .venv, two SGLangs, a newer zarr, the trained model, systemd's tools
-	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-model setup-zarr setup-system
+setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trained model, systemd's tools
+	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-model setup-system
 
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
 	$(BIN)/python scripts/demo.py

@@ -28,9 +28,7 @@ sources=$( (cd "$repo" && cat pyproject.toml && find hsx -name '*.py' -o -name '
 stamp=$folder/.hsx-environment
 stamp_hsx=$folder/.hsx-sources
 
-# Not compiled beforehand: most of what comes with torch, transformers and SGLang is never imported here.
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
-install() { pip install --quiet --no-compile "$@"; }
 
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$environment" ]; then
   python=${PYTHON:-python3.11}
@@ -41,20 +39,20 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$environment" ]; then
   }
   rm -f "$stamp" "$stamp_hsx"
   [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-  install 'pip==25.3'
+  pip install -q 'pip==25.3'
   # A CPU torch first: SGLang's own requirements would bring gigabytes of CUDA. What follows is what its text path imports.
-  install torch==2.13.0 "${pins[@]}" apache-tvm-ffi==0.1.11 \
+  pip install -q torch==2.13.0 "${pins[@]}" apache-tvm-ffi==0.1.11 \
     numpy aiohttp requests fastapi 'uvicorn>=0.51' uvloop orjson msgspec 'pyzmq>=25.1.2' psutil pybase64 pillow \
     'prometheus-client>=0.20.0' python-multipart setproctitle partial_json_parser interegular einops sentencepiece==0.2.1 \
     packaging watchfiles xxhash zstandard ipython gguf distro dill jsonschema soundfile==0.13.1
-  install --no-deps "sglang==$version" "${kernels[@]}" torchvision==0.28.0 triton==3.9.0
-  install --no-deps --force-reinstall "$here/sglang_cpu"
+  pip install -q --no-deps "sglang==$version" "${kernels[@]}" torchvision==0.28.0 triton==3.9.0
+  pip install -q --no-deps --force-reinstall "$here/sglang_cpu"
 fi
 if [ "$(cat "$stamp_hsx" 2>/dev/null || true)" != "$sources" ]; then
   if [ "${HSX_EDITABLE:-0}" = 1 ]; then
-    install --no-deps -e "$repo"
+    pip install -q --no-deps -e "$repo"
   else
-    install --no-deps --force-reinstall "$repo"
+    pip install -q --no-deps --force-reinstall "$repo"
   fi
 fi
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$environment" ]; then
