@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 SGLANG := .venvs/sglang-0.5.23
 SGLANG_OLD := .venvs/sglang-0.5.18
 ZARR := .venvs/zarr-3.4
-# Tests wait for servers and disks most of the time. A file's tests stay together: they share a server.
-JOBS := 2
+# Tests wait for servers and disks most of the time, so more of them than cores. A file's tests stay together: they share a server.
+JOBS := 3
 PAGE_TEST := tests/faults/test_reliability_page.py
 
 .PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger bench-capture test-gpu docs clean

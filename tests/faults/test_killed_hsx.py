@@ -5,8 +5,6 @@ strace puts SIGKILL into one system call on one file: the process dies on enteri
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,9 +75,6 @@ def paths(job: TinyJob, server: RunningServer) -> dict[str, list[Path]]:
 
 def run_killed(job: TinyJob, step: Step, files: list[Path]) -> Path:
     """Runs hsx until it is killed at `step`; its log."""
-    if shutil.which("strace") is None:
-        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
-        pytest.skip("needs strace")
     inject = ["strace", "-f", "-qq", "-o", str(job.folder / "trace"), "-e", f"trace={step.call}"]
     inject += [word for file in files for word in ("-P", str(file))]
     inject += ["-e", f"inject={step.call}:signal=SIGKILL:when={step.when}"]
@@ -92,6 +87,7 @@ def run_killed(job: TinyJob, step: Step, files: list[Path]) -> Path:
     return log
 
 
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("row", STEPS)
 async def test_hsx_killed_at_a_step_of_a_commit(
     row: str, job_of: Callable[..., TinyJob], server: RunningServer, seen: Callable[..., Result]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -39,16 +38,15 @@ except RunError as error:
 """
 
 
-def require_strace() -> None:
-    """Skips a test where there is none."""
-    if shutil.which("strace") is None:
-        assert os.environ.get("CI") != "true", "CI runs every test: as root, with mount and strace"
-        pytest.skip("needs strace")
+@pytest.fixture
+def bench(bench: MoveBench, strace: None) -> MoveBench:
+    """The store, where system calls can be made to fail."""
+    del strace
+    return bench
 
 
 def move_with(bench: MoveBench, inject: str, *targets: str, paths: Sequence[str] = ()) -> dict[str, Any]:
     """Moves root a in a process whose system calls fail as `inject` says; on some paths only, where any are given."""
-    require_strace()
     trace = bench.folder / "trace"
     command = [
         "strace",
@@ -166,10 +164,10 @@ def test_a_ledger_that_cannot_be_written_changes_nothing(bench: MoveBench) -> No
     bench.in_order()
 
 
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_a_signal_ends_a_move_in_good_order(tmp_path: Path, name: str) -> None:
     """It comes as the root is marked, before the first sample is looked at."""
-    require_strace()
     job = leave_job(tmp_path)
     write_job(tmp_path, {"roots": [{"name": name, "path": f"root-{name}", "reserve": "0B"} for name in "ab"]})
     mark = job.shard(0).with_name("hsx-draining")
