@@ -37,6 +37,10 @@ EVENTS: Final[dict[str, tuple[Level, str]]] = {
         "warning",
         "the run ends, and no canary stands behind the last samples of these epochs: run the job again; epochs",
     ),
+    "sample.shared": (
+        "info",
+        "one sample is durable without a prefill of its own: its prompt is that of marker, and its shard a link to that one",
+    ),
     PER_SAMPLE: ("info", "one sample is durable: the canonical line, with marker, epoch, sequence, root and timings"),
     "root.lost": ("error", "a root is out of service in this run; its committed samples stay; root, kind, message"),
     "intake.paused": ("error", "no sample is started: disks or dump directory have no room; kind, and what to free in message"),
@@ -138,6 +142,6 @@ def _to_json(event: MutableMapping[str, Any], **_options: object) -> str:
 
 
 def _drop_samples(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    if event.get("event") == PER_SAMPLE:
+    if event.get("event") in (PER_SAMPLE, "sample.shared"):
         raise structlog.DropEvent
     return event
