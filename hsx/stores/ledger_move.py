@@ -46,7 +46,10 @@ class MoveLedger:
 
     def tally(self) -> dict[str, tuple[int, int]]:
         """Committed samples and bytes of their shards, by root. Reads all rows."""
-        query = "SELECT root, count(*), sum(nbytes * (1 - shared)) FROM samples WHERE state = 'committed' GROUP BY root ORDER BY root"
+        query = (
+            "SELECT root, count(*), sum(nbytes * (1 - shared)) FROM samples WHERE state = 'committed' "
+            "GROUP BY root ORDER BY root"
+        )
         with translated(self._path):
             return {root: (samples, nbytes) for root, samples, nbytes in self._connection.execute(query)}
 
