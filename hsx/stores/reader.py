@@ -340,6 +340,17 @@ class Store:
                 raise RunError("sample_unknown", f"store {self.path} has no state {name!r}; it has {known}")
         return tuple(names)
 
+    def captured_as(self, key: SupportsIndex | str) -> int:
+        """The sample whose prefill gave the shard of a committed one: itself, or one with the same prompt, whose shard it shares.
+
+        Raises as `sample`.
+        """
+        index = self.index(key)
+        if not self._info.layout.records:
+            return index
+        with self._open(index) as shard:
+            return shard.record().index
+
     def shard_path(self, key: SupportsIndex | str) -> Path:
         """Where the shard of a committed sample is, links followed. Raises as `sample`, but for what reading it would find."""
         index = self.index(key)
