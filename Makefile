@@ -11,7 +11,7 @@ ZARR := .venvs/zarr-3.4
 JOBS := 2
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger docs clean
+.PHONY: help setup setup-sglang setup-tests demo test test-faults check fast types lint format bench bench-storage bench-ledger bench-capture test-gpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -72,6 +72,12 @@ bench-storage: setup  ## dump to durable shard and back, against cp and other to
 
 bench-ledger: setup  ## the ledger of 10 million samples: start-up, memory, copies; build/bench/ledger.json
 	$(BIN)/python scripts/bench_ledger.py
+
+bench-capture: setup setup-sglang  ## what capture costs the real server's prefill, on a CPU; build/bench/capture.json
+	$(BIN)/python scripts/bench_capture.py
+
+test-gpu: setup  ## checks that need a GPU and SGLang for it (HSX_SGLANG_GPU_PYTHON); at most eight minutes
+	$(BIN)/python scripts/test_gpu.py
 
 docs: setup  ## regenerates the generated pages, and builds docs/ into build/site
 	$(BIN)/python scripts/generate_docs.py

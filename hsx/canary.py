@@ -22,7 +22,7 @@ from hsx.tasks import together
 from hsx.violated import CanaryError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -70,8 +70,10 @@ class Canary:
     room: Callable[[int], Awaitable[object]]
     _reference: dict[str, NDArray[np.uint16]] = field(default_factory=dict)
 
-    async def check(self, epoch: LiveEpoch) -> int:
-        """Sends the twins and judges them; returns the capture number up to which the server is vouched for.
+    async def check(self, epoch: LiveEpoch) -> dict[int, int]:
+        """Sends the twins to each DP rank and judges them; returns, by rank, the capture number up to which it is vouched for.
+
+        A rank has weights, a cache and a plugin of its own: that another one is sound says nothing of it.
 
         Raises:
             CanaryError: an invariant does not hold.
@@ -79,9 +81,13 @@ class Canary:
                 `staging_full`, `staging_gone` and what else the client raises.
         """
         first, second, shared = self.prompts()
-        (one, number), (two, other) = await self._bring(epoch, [first, second])
-        await self._compare(one, two, shared, first)
-        return min(number, other)
+        vouched = {}
+        for rank in epoch.ranks:
+            asked = rank if len(epoch.ranks) > 1 else None
+            (one, number), (two, other) = await self._bring(epoch, [first, second], asked)
+            await self._compare(one, two, shared, first, asked)
+            vouched[rank] = min(number, other)
+        return vouched
 
     async def agrees(self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16]) -> Violation | None:
         """Has a prompt extracted again, and compares it with what is stored of it: None where they agree.
@@ -97,12 +103,17 @@ class Canary:
         # A sample may have half a gigabyte of states: not on the event loop.
         return fingerprint(await asyncio.to_thread(self._beyond, stored, states), self.tolerance)
 
-    async def _bring(self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]]) -> list[tuple[NDArray[np.uint16], int]]:
-        """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers."""
+    async def _bring(
+        self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]], rank: int | None = None
+    ) -> list[tuple[NDArray[np.uint16], int]]:
+        """Sends prompts at once, judges what comes back by every invariant of a sample: copies of the states, and numbers.
+
+        They go to DP rank `rank`, or, with None, wherever the server sends them.
+        """
         await self.room(sum(dump_bytes(self.spec, self.shape.hidden_size, len(ids)) for ids in prompts))
         timeout_s = self.timeout_s(sum(len(ids) for ids in prompts))
-        probes = [Probe(await self._marker(len(ids)), ids, timeout_s) for ids in prompts]
-        floor = epoch.counter.highest
+        probes = [Probe(await self._marker(len(ids)), ids, timeout_s, rank) for ids in prompts]
+        floor = epoch.counter.reached
         for probe in probes:
             self.outstanding.add(probe.marker)
         try:
@@ -136,7 +147,7 @@ class Canary:
 
     async def _ask(self, probe: Probe) -> None:
         try:
-            probe.answer = await self.client.prefill(probe.marker, probe.ids, probe.timeout_s)
+            probe.answer = await self.client.prefill(probe.marker, probe.ids, probe.timeout_s, probe.rank)
         except SampleError as error:
             raise EngineError("server_start_failed", f"the canary {probe.marker} failed: {error.message}") from error
 
@@ -155,21 +166,28 @@ class Canary:
         except SampleError as error:
             raise CanaryError("capture_off", Violation("published", f"{marker}: {error.message}")) from error
 
-    async def _judge(self, epoch: LiveEpoch, probe: Probe, floor: int) -> None:
+    async def _judge(self, epoch: LiveEpoch, probe: Probe, floor: Mapping[int, int]) -> None:
         dump, answer, marker = probe.dump, probe.answer, probe.marker
         if dump is None or answer is None:
             raise RuntimeError("a canary is judged before it came back")
-        probe.sequence = dump.header.sequence
+        probe.sequence, served = dump.header.sequence, dump.header.rank
         content = await asyncio.to_thread(self.measure, dump.states, dump.input_ids, probe.ids)
         evidence = Evidence(marker, epoch.id, self.spec, self.shape.hidden_size, dump.header, content)
-        violation = judge_answer(marker, answer) or judge_dump(evidence) or epoch.counter.note(probe.sequence, marker, floor)
+        violation = (
+            judge_answer(marker, answer)
+            or judge_dump(evidence)
+            or epoch.counter.note(served, probe.sequence, marker, floor)
+            or _elsewhere(probe.rank, served)
+        )
         if violation is not None:
             # Another start does not mend a capture that is of other rows; what is in them, or a counter, it may.
             mendable = violation.invariant == "sequence" or INVARIANTS[violation.invariant].group == "content"
             kind = "canary_failed" if mendable else "capture_off"
             raise CanaryError(kind, Violation(violation.invariant, f"{marker}: {violation.evidence}"))
 
-    async def _compare(self, one: NDArray[np.uint16], two: NDArray[np.uint16], shared: int, ids: NDArray[np.int32]) -> None:
+    async def _compare(
+        self, one: NDArray[np.uint16], two: NDArray[np.uint16], shared: int, ids: NDArray[np.int32], rank: int | None
+    ) -> None:
         apart = self.distances(one, two)
         partings = tuple(
             Parting(
@@ -184,7 +202,8 @@ class Canary:
             wanted = await self._first_boot(one, ids)
             violation = fingerprint(self._beyond(one, wanted), self.tolerance)
         if violation is not None:
-            raise CanaryError("canary_failed", violation)
+            evidence = violation.evidence if rank is None else f"DP rank {rank}: {violation.evidence}"
+            raise CanaryError("canary_failed", Violation(violation.invariant, evidence))
 
     async def _first_boot(self, states: NDArray[np.uint16], ids: NDArray[np.int32]) -> NDArray[np.uint16]:
         """The recorded states of these ids; `states` themselves where there are none yet, which are recorded then."""
@@ -203,6 +222,14 @@ class Canary:
                 self.dumps.remove(probe.marker)
 
 
+def _elsewhere(asked: int | None, served: int) -> Violation | None:
+    if asked is None or asked == served:
+        return None
+    return Violation(
+        "expected", f"it was sent to DP rank {asked}, and rank {served} captured it: a rank cannot be put to the test"
+    )
+
+
 @dataclass(slots=True)
 class Probe:
     """One prompt of a canary under way.
@@ -211,6 +238,7 @@ class Probe:
         marker: its marker.
         ids: int32 [tokens].
         timeout_s: longest time for its answer, and then for its dump.
+        rank: the DP rank that it is sent to; None leaves the choice to the server.
         answer: the server's answer, once there is one.
         dump: its dump, once it came; closed when its states were taken.
         sequence: its capture number, once it was judged.
@@ -219,6 +247,7 @@ class Probe:
     marker: Marker
     ids: NDArray[np.int32]
     timeout_s: float
+    rank: int | None = None
     answer: Answer | None = None
     dump: Dump | None = None
     sequence: int = 0

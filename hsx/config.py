@@ -77,9 +77,15 @@ class Capture(Section, frozen=True, kw_only=True):
     """What is taken of each token."""
 
     layers: list[int]
-    """The k of each h_k (the residual stream after k layers), strictly rising, from 1 to N-1."""
+    """The k of each h_k (the residual stream after k layers), strictly rising, from 0 (the embeddings) to N-1."""
     final: Literal["post_norm", "pre_norm"] = "post_norm"
     """`post_norm`: what the output head gets; `pre_norm`: h_N, before the final norm."""
+    staging_bytes: Size = "1GiB"
+    """Host memory in the server (pinned, with a GPU) in which states wait to be written to the dump directory."""
+    when_full: Literal["block", "fail"] = "block"
+    """When that memory is full: `block` holds the forward up until there is room, a minute at most; `fail` fails the dump."""
+    convert: bool = True
+    """Round a residual stream that the server keeps in float16 or float32 to bf16, to the nearest; off: such a server is refused."""
 
 
 class Engine(Section, frozen=True, kw_only=True):

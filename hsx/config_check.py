@@ -14,13 +14,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from hsx.capture.versions import OLDEST
 from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.layout import PAGE, round_up
 from hsx.core.spec import bytes_per_token
 from hsx.datasets import SERVER_MARGIN, longest_allowed
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
 from hsx.errors import RunError
-from hsx.serve import OLDEST_SGLANG, Environment, plan_launch
+from hsx.serve import Environment, plan_launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -275,7 +276,7 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _server_args(loaded: LoadedConfig) -> Iterator[Finding]:
     """What `hsx serve` would refuse in `engine.args`; what it asks of the server's environment is left to it."""
-    fit = Environment(engine_version=".".join(map(str, OLDEST_SGLANG)), plugin=True, variables={})
+    fit = Environment(engine_version=".".join(map(str, OLDEST)), plugin=True, variables={})
     try:
         plan_launch(loaded.config, loaded.config.engine.args, fit)
     except RunError as error:

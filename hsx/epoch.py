@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hsx.core.counter import Counter
+from hsx.core.counter import NEW_SERVER, Counter
+from hsx.core.epoch import stream_name
 from hsx.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Coroutine, Iterator, Mapping
 
     from hsx.core.epoch import CaptureState, EpochRecord
     from hsx.core.invariants import Violation
@@ -23,24 +25,24 @@ class LiveEpoch:
 
     Args:
         record: its epoch record.
-        state: the capture side's account when hsx came; None where it keeps none.
+        states: the capture side's accounts when hsx came, by DP rank; none where it keeps none.
 
     Attributes:
         record: see above.
-        writer: (pid, start time) of the process that captures; None where that is not known.
+        writers: (pid, start time) of the process that captures, by DP rank; none where that is not known.
         counter: accounts for the numbers of its dumps.
-        vouched: the capture number up to which a sound canary vouches for its dumps.
+        vouched: by DP rank, the capture number up to which a sound canary vouches for its dumps.
         suspects: samples that were at the server when it died or stalled.
         reported: whether the verdict is on record already, as a violation of some sample.
         doubt: whether what was committed since the last sound canary has to be extracted again.
         requeued: samples whose attempts were given up because of its end.
     """
 
-    def __init__(self, record: EpochRecord, state: CaptureState | None = None) -> None:
+    def __init__(self, record: EpochRecord, states: Mapping[int, CaptureState] = MappingProxyType({})) -> None:
         self.record = record
-        self.writer = (state.pid, state.start_ticks) if state else None
-        self.counter = Counter(state.sequence if state else 0)
-        self.vouched = 0
+        self.writers = {rank: (state.pid, state.start_ticks) for rank, state in states.items()}
+        self.counter = Counter({rank: state.sequence for rank, state in states.items()} or NEW_SERVER)
+        self.vouched: dict[int, int] = {}
         self.suspects: frozenset[int] = frozenset()
         self.reported = False
         self.doubt = False
@@ -56,6 +58,15 @@ class LiveEpoch:
     def id(self) -> str:
         """The epoch's uuid."""
         return self.record.epoch
+
+    @property
+    def ranks(self) -> list[int]:
+        """The DP ranks whose dumps are accounted for; [0] without data parallelism."""
+        return sorted(self.counter.reached)
+
+    def stream(self, rank: int) -> str:
+        """How the ledger and the shards name what DP rank `rank` captures."""
+        return stream_name(self.id, rank)
 
     def void(self, violation: Violation, *, suspect: bool = False, doubt: bool = False, reported: bool = False) -> None:
         """Ends the epoch: everything inside it is cancelled and raises EngineError `epoch_void`. The first verdict stands.

@@ -7,9 +7,10 @@ rows when its prefix cache is on; so nothing is believed that was not asked for 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hsx.core.epoch import report_name, state_name
 from hsx.errors import EngineError, RunError
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from hsx.epoch import LiveEpoch
     from hsx.ports import Clock, Dumps, EngineClient, Ledger, ServerFacts
 
+ELSEWHERE = (
+    "its process runs on another node, whose dump directory is another one, or its hooks failed; run one server and one hsx on "
+    "each node, or share the dump directory"
+)
 REPORT_DEADLINE_S = 30.0
 """The plugin reports when the model is loaded, before the HTTP port answers; the deadline only forgives a slow disk."""
 
@@ -56,8 +61,14 @@ class Gate:
         facts = await self.client.facts()
         if facts.problems:
             raise EngineError("server_refused", "the server cannot be used: " + "; ".join(facts.problems))
-        report = await self._report()
+        report = await self._report(0)
         self._check_report(record, report)
+        if facts.dp_size != report.dp_size:
+            raise EngineError(
+                "capture_off",
+                f"the capture report knows {report.dp_size} DP ranks; the server says that it has {facts.dp_size}",
+            )
+        await self._check_ranks(epoch, report)
         self._check_limits(facts, report)
         version = f"{record.engine} {facts.engine_version}"
         recorded = await self.ledger.fix("engine", version)
@@ -66,13 +77,32 @@ class Gate:
         epoch.vouched = await self.canary.check(epoch)
         return report
 
-    async def _report(self) -> CaptureReport:
+    async def _check_ranks(self, epoch: LiveEpoch, report: CaptureReport) -> None:
+        """Every DP rank captures the same, here, and keeps its account."""
+        for rank in range(1, report.dp_size):
+            other = await self._report(rank)
+            if replace(other, rank=report.rank, norm_file=report.norm_file) != report or other.rank != rank:
+                raise EngineError("capture_off", f"DP rank {rank} reports {other}; expected what rank 0 reports: {report}")
+        if report.dp_size > 1 and epoch.ranks != list(range(report.dp_size)):
+            missing = sorted(set(range(report.dp_size)) - set(epoch.ranks))
+            raise EngineError(
+                "capture_off",
+                f"there is {' and '.join(state_name(rank) for rank in epoch.ranks)} for {report.dp_size} DP ranks; those of "
+                f"ranks {missing} are not in this dump directory: {ELSEWHERE}",
+            )
+
+    async def _report(self, rank: int) -> CaptureReport:
         try:
             async with asyncio.timeout(REPORT_DEADLINE_S):
-                while (report := self.dumps.report()) is None:
+                while (report := self.dumps.report(rank)) is None:
                     await self.clock.sleep(0.05)
         except TimeoutError:
-            report = self.dumps.report()  # hsx itself may have been stopped, and has not looked for long
+            report = self.dumps.report(rank)  # hsx itself may have been stopped, and has not looked for long
+        if report is None and rank:
+            raise EngineError(
+                "capture_off",
+                f"DP rank {rank} of the server wrote no {report_name(rank)} into this dump directory: {ELSEWHERE}",
+            )
         if report is None:
             raise EngineError(
                 "capture_off",

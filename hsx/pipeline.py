@@ -21,7 +21,7 @@ from hsx.space import Booking
 from hsx.violated import ViolatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -191,7 +191,7 @@ class Pipeline:
         """The path of a sample. Raises SampleError or EngineError where it ends early."""
         watch = StopWatch(self._parts.clock)
         ids = self._parts.samples.input_ids(lease.sample.index)
-        floor = epoch.counter.highest
+        floor = epoch.counter.reached
         epoch.asked(lease.sample.index)
         await epoch.run(self._request(marker, ids))
         await self._answered(lease, epoch)
@@ -218,10 +218,10 @@ class Pipeline:
         if violation is not None:
             raise ViolatedError(marker, violation)
 
-    async def _pair(self, marker: Marker, epoch: LiveEpoch, floor: int) -> Dump:
+    async def _pair(self, marker: Marker, epoch: LiveEpoch, floor: Mapping[int, int]) -> Dump:
         """Looks the dump up by its marker, and by nothing else. An answer without its dump violates `published`.
 
-        The dump's number only has to be one that the server's counter could give: above `floor`, which it had reached before
+        The dump's number only has to be one that its DP rank's counter could give: above `floor`, which that had reached before
         the request was sent, and nobody else's.
         """
         deadline = self._settings.dump_deadline_s
@@ -248,7 +248,8 @@ class Pipeline:
             watch.lap("validate")
             epoch.check()
             ids = self._parts.samples.input_ids(lease.sample.index)
-            payload = Payload(marker, epoch.id, dump.header.sequence, ids, dump.states, content.crcs, dump.source)
+            stream = epoch.stream(dump.header.rank)
+            payload = Payload(marker, stream, dump.header.sequence, ids, dump.states, content.crcs, dump.source)
             while True:
                 # Its root was promised before it was asked for. Where that one failed meanwhile another one takes it, and while
                 # none has room the dump waits.
@@ -257,7 +258,7 @@ class Pipeline:
                 if receipt is None:
                     continue
                 watch.lap("write")
-                entry = Commit(lease, marker, epoch.id, dump.header.sequence, receipt, watch.laps, adopted)
+                entry = Commit(lease, marker, stream, dump.header.sequence, receipt, watch.laps, adopted)
                 if await writer.commit(entry):
                     break  # else its root was lost before the commit, and another takes it
         finally:

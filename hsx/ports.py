@@ -139,6 +139,7 @@ class ServerFacts:
         model: model path it serves.
         max_prompt_tokens: longest prompt that it accepts with `max_new_tokens` 0 or 1.
         vocab_size: its vocabulary, or None where it does not tell.
+        dp_size: its data-parallel ranks, with or without DP attention.
         problems: sentences, each naming the server argument to change, on why capture would be wrong (radix cache on,
             pp_size > 1, speculative decoding); empty when the server is fit.
     """
@@ -148,6 +149,7 @@ class ServerFacts:
     max_prompt_tokens: int
     vocab_size: int | None
     problems: tuple[str, ...]
+    dp_size: int = 1
 
 
 class EngineClient(Protocol):
@@ -161,8 +163,10 @@ class EngineClient(Protocol):
         """Asks the server for its settings. Raises EngineError `server_gone` or `server_protocol`."""
         ...
 
-    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
-        """Prefills one prompt under `rid` = marker.
+    async def prefill(
+        self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float, rank: int | None = None
+    ) -> Answer:
+        """Prefills one prompt under `rid` = marker, in the DP rank `rank`; None leaves the choice to the server.
 
         Raises:
             SampleError: `request_refused` (HTTP 4xx), `request_duplicate` (the marker is in flight already), `request_failed`
@@ -252,14 +256,14 @@ class Dumps(Protocol):
         """Turns to the folder of `epoch`. Raises RunError `staging_failed` where it does not exist."""
         ...
 
-    def report(self) -> CaptureReport | None:
-        """The capture plugin's report in the current epoch; None until it is there."""
+    def report(self, rank: int = 0) -> CaptureReport | None:
+        """The capture plugin's report in the current epoch, from a DP rank of the server; None until it is there."""
         ...
 
-    def state(self) -> CaptureState | None:
-        """What the capture side counted so far in the current epoch; None where it has not begun to count.
+    def states(self) -> dict[int, CaptureState]:
+        """What the capture side counted so far in the current epoch, by DP rank; without those that have not begun to count.
 
-        Raises EngineError `epoch_unknown` where the file cannot be read as such.
+        Raises EngineError `epoch_unknown` where a file cannot be read as such.
         """
         ...
 
@@ -621,8 +625,8 @@ class Ledger(Leases, Protocol):
         """
         ...
 
-    async def epoch_began(self, record: EpochRecord) -> bool:
-        """Records an epoch; True where it was known already, and is being continued.
+    async def epoch_began(self, record: EpochRecord, ranks: int = 1) -> bool:
+        """Records an epoch, and a stream for each of its DP ranks; True where it was known already, and is being continued.
 
         Raises EngineError `epoch_void` for an epoch that has ended: it is never begun again.
         """
@@ -644,15 +648,18 @@ class Ledger(Leases, Protocol):
         ...
 
     async def vouch(self, epoch: str, sequence: int) -> None:
-        """Every dump of `epoch` up to this capture number lies before a sound canary. It never goes down."""
+        """Every dump of the stream `epoch` up to this capture number lies before a sound canary. It never goes down.
+
+        A stream is what one DP rank captures in an epoch: `hsx.core.epoch.stream_name`.
+        """
         ...
 
     async def doubtful(self, epoch: str) -> list[CommittedRow]:
-        """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        """The committed samples of the stream `epoch` that no sound canary vouches for, in the order of their capture."""
         ...
 
     async def unvouched(self, but: str = "") -> list[str]:
-        """The epochs other than `but` of which `doubtful` would return something, oldest first. Reads all samples."""
+        """The streams, but those of epoch `but`, of which `doubtful` would return something, oldest first."""
         ...
 
     async def last_doubtful(self, epoch: str, limit: int) -> list[CommittedRow]:
@@ -660,15 +667,16 @@ class Ledger(Leases, Protocol):
         ...
 
     async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:
-        """Records that what `doubtful` returns has to be revoked, before it can be: until then, `overdue` says so."""
+        """Records that what `doubtful` returns of an epoch's streams has to be revoked: until it is, `overdue` says so."""
         ...
 
     async def overdue(self) -> list[tuple[str, str, str]]:
-        """(epoch, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
+        """(stream, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
         ...
 
     async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
-        """Takes back, in one transaction, what `doubtful` returns: pending again, and handed out again by `acquire`.
+        """Takes back, in one transaction, what `doubtful` returns of an epoch's streams, or of one: pending again, and handed
+        out again by `acquire`.
 
         Attempts are kept, so that no marker is used twice. Returns what the ledger said of the samples.
         """

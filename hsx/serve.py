@@ -5,12 +5,13 @@ the name of the argument to change, before a large model is loaded for half an h
 same again from the inside. `exec` keeps the process id, so the record written before it names the server.
 
 Runs in the server's environment, where hsx is installed without its dependencies: standard library, msgspec, hsx.core,
-hsx.config, hsx.errors and hsx.engines.process only.
+hsx.config, hsx.config_load, hsx.errors, hsx.engines.process, hsx.capture.targets and hsx.capture.versions only.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import uuid
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from hsx import __version__
+from hsx.capture.targets import missing_in_source
+from hsx.capture.versions import refusal, warning
+from hsx.config_load import parse_size
 from hsx.core.dump import PART_SUFFIX
 from hsx.core.epoch import RECORD_NAME, RECORD_VARIABLE, EpochRecord, to_json
 from hsx.engines.process import boot_id
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hsx"
-OLDEST_SGLANG: Final = (0, 5, 11)
-"""The first version with plugins and with `set_dflash_layers_to_capture`."""
 
 _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     ("--speculative-", "a draft model's forwards cannot be told from prefills"),
@@ -61,7 +63,6 @@ _MUST_BE: Final[tuple[tuple[tuple[str, ...], str, str], ...]] = (
         "1",
         "only the last stage's layers would be captured",
     ),
-    (("--dp-size", "--data-parallel-size", "--dp"), "1", "each rank would count its own sequence"),
     (
         ("--attn-cp-size", "--attention-context-parallel-size"),
         "1",
@@ -79,11 +80,13 @@ class Environment:
         engine_version: version of the package `sglang`; "" where it is not installed.
         plugin: whether hsx's entry point is there for SGLang to find.
         variables: the process's environment variables.
+        missing: what the plugin uses of SGLang and its source does not have, in sentences that name the hook.
     """
 
     engine_version: str
     plugin: bool
     variables: Mapping[str, str]
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,10 @@ def serve(config: Config, args: list[str], epoch: str | None = None) -> NoReturn
         RunError: `serve_refused` where an argument makes capture wrong or the epoch exists already; `staging_failed` where
             the dump directory cannot be written.
     """
-    launch = plan_launch(config, args, look_around())
+    found = look_around()
+    launch = plan_launch(config, args, found)
+    if config.engine.kind == "sglang" and (advice := warning(found.engine_version)):
+        sys.stderr.write(f"hsx serve: {advice}\n")
     name = str(uuid.uuid4()) if epoch is None else epoch
     record = write_record(config, launch, name)
     os.environ.update(launch.variables)
@@ -197,6 +203,9 @@ def write_record(config: Config, launch: Launch, epoch: str) -> Path:
         plugin_version=__version__,
         host=launch.host,
         port=launch.port,
+        staging_bytes=parse_size(config.capture.staging_bytes),
+        when_full=config.capture.when_full,
+        convert=config.capture.convert,
     )
     if folder.exists():
         raise RunError("serve_refused", f"epoch {epoch} exists already in {folder.parent}; epochs are never reused")
@@ -219,7 +228,10 @@ def look_around() -> Environment:
     except importlib.metadata.PackageNotFoundError:
         version = ""
     plugin = any(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))
-    return Environment(version, plugin, os.environ)
+    # Found without being imported, which would take half a minute.
+    spec = importlib.util.find_spec("sglang")
+    missing = missing_in_source(Path(spec.origin).parent) if version and spec is not None and spec.origin else []
+    return Environment(version, plugin, os.environ, tuple(missing))
 
 
 _MODEL: Final = ("--model-path", "--model")
@@ -268,11 +280,8 @@ def _address_problems(config: Config, given: list[tuple[str, str | None]]) -> li
 def _environment_problems(found: Environment) -> list[str]:
     if not found.engine_version:
         return [f"sglang is not installed in {sys.prefix}; run hsx serve with the Python of the server's environment"]
-    problems = []
-    numbers = tuple(int(part) for part in found.engine_version.split(".")[:3] if part.isdecimal())
-    if numbers < OLDEST_SGLANG:
-        oldest = ".".join(map(str, OLDEST_SGLANG))
-        problems.append(f"sglang is {found.engine_version}; expected at least {oldest}, the first with the hooks that hsx uses")
+    problems = [reason] if (reason := refusal(found.engine_version)) else []
+    problems += [f"sglang {found.engine_version} is not as hsx knows it: {missing}" for missing in found.missing if not reason]
     if not found.plugin:
         problems.append(f"the entry point {PLUGIN_NAME} of {PLUGIN_GROUP} is missing; install hsx into {sys.prefix}")
     return problems

@@ -208,7 +208,7 @@ class Supervisor:
                 "server_start_failed",
                 f"the server gave no answer within {self._start_timeout_s:.0f} s (engine.start_timeout_s)",
             ) from None
-        epoch = LiveEpoch(record, parts.dumps.state())
+        epoch = LiveEpoch(record, parts.dumps.states())
         try:
             report = await parts.gate(epoch)
         except CanaryError as error:
@@ -216,7 +216,7 @@ class Supervisor:
             raise
         await parts.on_report(report)
         await parts.consequences.passed(epoch)
-        continued = await parts.ledger.epoch_began(record)
+        continued = await parts.ledger.epoch_began(record, len(epoch.ranks))
         await parts.consequences.began(epoch)
         return epoch, continued
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from hsx.core.counter import NO_FLOOR
 from hsx.core.invariants import Violation
 from hsx.core.marker import parse
 from hsx.core.pairing import Standing
@@ -16,7 +17,7 @@ from hsx.errors import SampleError
 from hsx.violated import ViolatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from hsx.core.dump import DumpHeader
     from hsx.core.marker import Marker
@@ -57,8 +58,8 @@ class Sweeper:
         self._may_sweep = False
         self._kept: set[Marker] = set()
 
-    def open(self, epoch: LiveEpoch, marker: Marker, floor: int = 0) -> Dump:
-        """Maps a dump and notes its number, which must be above `floor`.
+    def open(self, epoch: LiveEpoch, marker: Marker, floor: Mapping[int, int] = NO_FLOOR) -> Dump:
+        """Maps a dump and notes its number, which must be above its DP rank's in `floor`.
 
         Raises:
             SampleError: `dump_invalid`.
@@ -88,11 +89,13 @@ class Sweeper:
                 await self._report(epoch, marker, violation)
         await asyncio.to_thread(self._dumps.remove, marker)
 
-    def _noted(self, epoch: LiveEpoch, marker: Marker, header: DumpHeader, floor: int = 0) -> Violation | None:
+    def _noted(
+        self, epoch: LiveEpoch, marker: Marker, header: DumpHeader, floor: Mapping[int, int] = NO_FLOOR
+    ) -> Violation | None:
         if header.epoch != epoch.id or header.marker != marker:
             epoch.counter.excuse()  # its own invariants speak of it; the number is not to be believed
             return None
-        return epoch.counter.note(header.sequence, marker, floor)
+        return epoch.counter.note(header.rank, header.sequence, marker, floor)
 
     def keep(self, marker: Marker) -> None:
         """This one's dump is left for the next run: it is whole, and no root had room for it."""

@@ -13,6 +13,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hsx.core.epoch import epoch_of
 from hsx.core.invariants import Violation
 from hsx.errors import EngineError, RunError
 from hsx.tasks import first
@@ -109,8 +110,13 @@ class Vouching:
         self._ended.clear()
 
     async def _vouch_for_the_dead(self, epoch: LiveEpoch, gone: str) -> None:
-        """Has the last samples of an ended epoch extracted again by the present server."""
+        """Has the last samples of a stream of an ended epoch extracted again by the present server.
+
+        `gone` is what one DP rank captured; a disagreement takes back whatever is in doubt of all of them.
+        """
         rows = await self._ledger.last_doubtful(gone, LAST)
+        if not rows:
+            return  # another stream of its epoch disagreed, and they were taken back together
         # The very last, since a fault stays once it has begun; and, as a token or two tell little, one that is long enough.
         telling = next((row for row in rows if row.tokens >= TELLING_TOKENS), rows[0])
         for row in {rows[0].index: rows[0], telling.index: telling}.values():
@@ -127,7 +133,7 @@ class Vouching:
                 raise EngineError("server_start_failed", evidence) from error
             if violation is not None:
                 evidence = f"sample {row.index}, extracted again after epoch {gone} had ended: {violation.evidence}"
-                await self._take_back(gone, Violation(violation.invariant, evidence))
+                await self._take_back(epoch_of(gone), Violation(violation.invariant, evidence))
                 return
         await self._ledger.vouch(gone, rows[0].sequence)
         self._observer.canary_passed(gone, rows[0].sequence)
@@ -150,7 +156,7 @@ class Vouching:
         counts[gone] = counts.get(gone, 0) + 1
         await self._ledger.remember(FAILED_AGAIN, json.dumps(counts))
         if counts[gone] >= TRIES_AGAIN:
-            await self._take_back(gone, Violation("canary", f"{counts[gone]} servers were asked in vain; {evidence}"))
+            await self._take_back(epoch_of(gone), Violation("canary", f"{counts[gone]} servers were asked in vain; {evidence}"))
 
     async def _take_back(self, epoch: str, violation: Violation) -> None:
         await self._ledger.violation(epoch, None, violation.invariant, violation.evidence)
@@ -212,13 +218,13 @@ class Vouching:
         """
         asked = self._unvouched
         try:
-            sequence = await epoch.run(self._canary.check(epoch))
+            sequences = await epoch.run(self._canary.check(epoch))
         except CanaryError as error:
             await self._ledger.doubt(epoch.id, error.violation.invariant, error.violation.evidence)
             epoch.void(error.violation, doubt=True)
             return False
         self._unvouched = max(0, self._unvouched - asked)
-        await self._vouch(epoch, sequence)
+        await self._vouch(epoch, sequences)
         return True
 
     async def failed_at_boot(self, epoch: LiveEpoch, error: CanaryError) -> None:
@@ -227,7 +233,7 @@ class Vouching:
         A server whose states are not its prompts' is not asked again: a later canary may miss what this one saw.
         """
         if error.violation.invariant in WRONG_STATES:
-            await self._ledger.epoch_began(epoch.record)
+            await self._ledger.epoch_began(epoch.record, len(epoch.ranks))
         await self._take_back(epoch.id, error.violation)
         await self._ledger.epoch_ended(epoch.id, error.violation.invariant, error.violation.evidence)
 
@@ -242,10 +248,11 @@ class Vouching:
         self._ended.set()
         return narrowed
 
-    async def _vouch(self, epoch: LiveEpoch, sequence: int) -> None:
-        epoch.vouched = sequence
-        await self._ledger.vouch(epoch.id, sequence)
-        self._observer.canary_passed(epoch.id, sequence)
+    async def _vouch(self, epoch: LiveEpoch, sequences: dict[int, int]) -> None:
+        epoch.vouched = sequences
+        for rank, sequence in sequences.items():
+            await self._ledger.vouch(epoch.stream(rank), sequence)
+            self._observer.canary_passed(epoch.stream(rank), sequence)
 
     async def _revoke(self, epoch: str, violation: Violation) -> None:
         rows = await self._ledger.revoke(epoch, violation.invariant, violation.evidence)

@@ -47,7 +47,7 @@ class WatchdogParts:
     ledger: Ledger
     observer: Observer
     clock: Clock
-    canary: Callable[[LiveEpoch], Coroutine[Any, Any, int]]
+    canary: Callable[[LiveEpoch], Coroutine[Any, Any, object]]
 
 
 class Watchdog:
@@ -110,17 +110,23 @@ class Watchdog:
         """Is one process alone writing into the epoch, and was every dump that it counted seen?"""
         self._meet(epoch, sweeper)  # a short run comes here before it was looked at for the first time
         try:
-            refusal, state = self._parts.dumps.refusal(), self._parts.dumps.state()
+            refusal, states = self._parts.dumps.refusal(), self._parts.dumps.states()
         except EngineError as error:
             epoch.void(Violation("sole_writer", error.message))
             return
-        writer = (state.pid, state.start_ticks) if state else None
+        writers = {rank: (state.pid, state.start_ticks) for rank, state in states.items()}
+        changed = next(
+            (rank for rank in sorted({*writers, *epoch.writers}) if writers.get(rank) != epoch.writers.get(rank)), None
+        )
+        last = {rank: state.sequence for rank, state in states.items()}
         if refusal is not None:
             epoch.void(Violation("sole_writer", f"the capture side says: {refusal}"))
-        elif writer != epoch.writer:
-            evidence = f"the dumps are counted by process {writer}; expected {epoch.writer}, (pid, start time), as at boot"
+        elif changed is not None:
+            found, wanted = writers.get(changed), epoch.writers.get(changed)
+            of = f" of DP rank {changed}" if len({*writers, *epoch.writers}) > 1 else ""
+            evidence = f"the dumps{of} are counted by process {found}; expected {wanted}, (pid, start time), as at boot"
             epoch.void(Violation("sole_writer", evidence))
-        elif (gap := epoch.counter.gap(state.sequence if state else 0, sweeper.unseen(epoch))) is not None:
+        elif (gap := epoch.counter.gap(last, sweeper.unseen(epoch))) is not None:
             others = sweeper.others() - self._others  # what lay here before is only what a dead run left
             if others:
                 evidence = f"{gap.evidence}, and dumps of runs {', '.join(sorted(others))} appear: another job uses this server"

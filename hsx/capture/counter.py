@@ -1,7 +1,8 @@
 """The capture side's own account of an epoch: `counter.json`, and the lock that makes it the only one who writes.
 
-Shared by the SGLang plugin and by the reference engine. The state is written after the dumps that it counts, so it may lag
-behind the folder (by a forward under way, or while the file system is full) and is never ahead of it.
+Each data-parallel rank has its own. Shared by the SGLang plugin and by the reference engine. The state is written after the
+dumps that it counts, so it may lag behind the folder (by a forward under way, or while the file system is full) and is never
+ahead of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 from hsx.capture.model import CaptureRefusedError
 from hsx.core.dump import PART_SUFFIX
-from hsx.core.epoch import LOCK_NAME, STATE_NAME, CaptureState, to_json
+from hsx.core.epoch import CaptureState, lock_name, state_name, to_json
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +33,19 @@ class Counter:
     Args:
         folder: `<dump_dir>/<epoch>`; it exists.
         epoch: the epoch's uuid.
+        rank: the DP rank that is counted; 0 without data parallelism.
 
     Raises:
         CaptureRefusedError: another process captures into this epoch; the message names its pid.
         OSError: lock or state file cannot be written.
     """
 
-    def __init__(self, folder: Path, epoch: str) -> None:
-        self._lock_fd = _hold(folder / LOCK_NAME)
-        self._path = os.fspath(folder / STATE_NAME)
+    def __init__(self, folder: Path, epoch: str, rank: int = 0) -> None:
+        self._lock_fd = _hold(folder / lock_name(rank), rank)
+        self._path = os.fspath(folder / state_name(rank))
         self._part = self._path + PART_SUFFIX
         self._guard = threading.Lock()
-        self._state = CaptureState(epoch, os.getpid(), _own_start_ticks(), 0, 0, 0, 0, 0)
+        self._state = CaptureState(epoch, os.getpid(), _own_start_ticks(), 0, 0, 0, 0, 0, rank)
         self._saved: CaptureState | None = None
         self._failing = False
         try:
@@ -78,6 +80,18 @@ class Counter:
                 incomplete=state.incomplete + incomplete,
             )
 
+    def gauge(self, *, staged_bytes: int, staged_peak_bytes: int, blocked_us: int, forward_us: int, forwards: int) -> None:
+        """Notes what `CaptureState` tells of staging, as it is now; `save` makes it known."""
+        with self._guard:
+            self._state = replace(
+                self._state,
+                staged_bytes=staged_bytes,
+                staged_peak_bytes=staged_peak_bytes,
+                blocked_us=blocked_us,
+                forward_us=forward_us,
+                forwards=forwards,
+            )
+
     def save(self) -> None:
         """Publishes the state where it changed. Never raises: what cannot be written now is written by a later call."""
         with self._guard:
@@ -109,7 +123,7 @@ class Counter:
         self._saved = state
 
 
-def _hold(path: Path) -> int:
+def _hold(path: Path, rank: int) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +132,10 @@ def _hold(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        message = f"{holder} already captures into this epoch: a second server was started with the same epoch record"
+        rank_name = f" as DP rank {rank}" if rank else ""
+        message = (
+            f"{holder} already captures into this epoch{rank_name}: a second server was started with the same epoch record"
+        )
         raise CaptureRefusedError(message) from None
     except OSError:
         os.close(descriptor)

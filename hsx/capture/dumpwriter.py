@@ -70,15 +70,19 @@ class DumpWriter:
         hidden_size: H.
         model: model name or path as the server was given it.
         engine: engine name and version, such as `sglang 0.5.23`.
+        rank: the DP rank that it writes for; 0 without data parallelism.
     """
 
-    def __init__(self, folder: Path, epoch: str, spec: CaptureSpec, hidden_size: int, model: str, engine: str) -> None:
+    def __init__(
+        self, folder: Path, epoch: str, spec: CaptureSpec, hidden_size: int, model: str, engine: str, rank: int = 0
+    ) -> None:
         self._folder = folder
         self._epoch = epoch
         self._spec = spec
         self._hidden_size = hidden_size
         self._model = model
         self._engine = engine
+        self._rank = rank
         self._open: dict[Marker, _Open] = {}
         self._sequence = 0
         self._publishing = threading.Lock()
@@ -178,7 +182,9 @@ class DumpWriter:
         return self._folder / f"{marker}{suffix}"
 
     def _header(self, marker: Marker, sequence: int) -> DumpHeader:
-        return DumpHeader(marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine)
+        return DumpHeader(
+            marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine, self._rank
+        )
 
 
 def _write_all(fd: int, data: NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.int32], offset: int) -> None:

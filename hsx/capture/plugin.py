@@ -1,7 +1,8 @@
 """The entry point `sglang.srt.plugins: hsx`. SGLang calls `register` in each of its processes, before it loads a model.
 
-SGLang only logs a plugin that raises and serves on without it, so nothing here may be taken for proof that capture works:
-the proof is `capture.json` in the epoch's folder and a dump that comes back.
+SGLang only logs a plugin that raises, or a hook whose target it does not find, and serves on without it. What is seen of that
+here is written to `capture.error`, so that hsx refuses the server by the hook's name. Nothing of this is proof that capture
+works: the proof is `capture.json` in the epoch's folder and a dump that comes back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import logging
 import os
 from pathlib import Path
 
+from hsx.capture.report import write_refusal
+from hsx.capture.targets import LOGITS, RUNNER, missing_at_run_time
 from hsx.core.epoch import RECORD_VARIABLE, record_from_json
 
 log = logging.getLogger(__name__)
@@ -24,13 +27,19 @@ def register() -> None:
     if not path:
         log.info("capture.not_installed reason=%s is not set (the server was not started by hsx serve)", RECORD_VARIABLE)
         return
+    record = record_from_json(Path(path).read_text(encoding="utf-8"))
+    folder = Path(path).parent
+    missing = missing_at_run_time()
+    if missing:
+        reason = f"sglang {record.engine_version} is not as hsx knows it: " + "; ".join(missing)
+        log.error("capture.refused reason=%s", reason)
+        write_refusal(folder, reason)
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from hsx.capture.hooks import Hooks
 
-    record = record_from_json(Path(path).read_text(encoding="utf-8"))
-    hooks = Hooks(record, Path(path).parent)
-    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    HookRegistry.register(f"{runner}.load_model", hooks.after_load_model, HookType.AFTER)
-    HookRegistry.register(f"{runner}.forward", hooks.around_forward, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.logits_processor.LogitsProcessor.forward", hooks.before_logits, HookType.BEFORE)
+    hooks = Hooks(record, folder)
+    HookRegistry.register(f"{RUNNER}.load_model", hooks.after_load_model, HookType.AFTER)
+    HookRegistry.register(f"{RUNNER}.forward", hooks.around_forward, HookType.AROUND)
+    HookRegistry.register(f"{LOGITS}.forward", hooks.before_logits, HookType.BEFORE)

@@ -1,6 +1,7 @@
 """The capture report: what the plugin found in the loaded model, and why it could not capture.
 
-`capture.json` and `final_norm.f32` lie beside `server.json` in the epoch's folder. The report is published by rename and
+`capture.json` and `final_norm.f32` lie beside `server.json` in the epoch's folder, those of DP rank r under the names that
+`hsx.core.epoch.rank_name` gives them. The report is published by rename and
 last, so that whoever sees it sees its norm file too. Where capture is impossible, `capture.error` says why instead.
 """
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsx.core.dump import PART_SUFFIX
-from hsx.core.epoch import NORM_NAME, REFUSAL_NAME, REPORT_NAME, CaptureReport, to_json
+from hsx.core.epoch import NORM_NAME, REFUSAL_NAME, CaptureReport, rank_name, report_name, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,14 +25,14 @@ def write_report(folder: Path, report: CaptureReport, norm_weight: NDArray[np.fl
 
     Args:
         folder: `<dump_dir>/<epoch>`.
-        report: its `norm_file` must be `NORM_NAME` where a weight is given and "" where none is.
+        report: its `norm_file` must be `NORM_NAME`, as its rank has it, where a weight is given and "" where none is.
         norm_weight: float32 [H], or None where the final norm is not a plain RMS norm.
 
     Raises:
         ValueError: report and weight contradict each other.
         OSError: a file cannot be written.
     """
-    named = NORM_NAME if norm_weight is not None else ""
+    named = rank_name(NORM_NAME, report.rank) if norm_weight is not None else ""
     if report.norm_file != named:
         raise ValueError(f"norm_file is {report.norm_file!r}; expected {named!r}")
     if norm_weight is not None:
@@ -39,8 +40,9 @@ def write_report(folder: Path, report: CaptureReport, norm_weight: NDArray[np.fl
             raise ValueError(
                 f"norm weight is {norm_weight.dtype} {norm_weight.shape}; expected float32 ({report.hidden_size},)"
             )
-        _publish(folder, NORM_NAME, norm_weight.astype("<f4").tobytes())
-    _publish(folder, REPORT_NAME, to_json(report).encode())
+        _publish(folder, named, named, norm_weight.astype("<f4").tobytes())
+    name = report_name(report.rank)
+    _publish(folder, name, name, to_json(report).encode())
 
 
 def read_norm(folder: Path, report: CaptureReport) -> NDArray[np.float32] | None:
@@ -56,12 +58,16 @@ def read_norm(folder: Path, report: CaptureReport) -> NDArray[np.float32] | None
     return np.frombuffer(data, dtype="<f4").astype(np.float32)
 
 
-def write_refusal(folder: Path, reason: str) -> None:
-    """Publishes `capture.error`: `reason`, on one line, says why there is no capture in this epoch. Raises OSError."""
-    _publish(folder, REFUSAL_NAME, (" ".join(reason.split()) + "\n").encode())
+def write_refusal(folder: Path, reason: str, rank: int = 0) -> None:
+    """Publishes `capture.error`: `reason`, on one line, says why there is no capture in this epoch. Raises OSError.
+
+    Of several DP ranks that refuse, the last one's reason stands; `rank` keeps them from writing into each other's file.
+    """
+    said = f"DP rank {rank}: {reason}" if rank else reason
+    _publish(folder, REFUSAL_NAME, rank_name(REFUSAL_NAME, rank), (" ".join(said.split()) + "\n").encode())
 
 
-def _publish(folder: Path, name: str, data: bytes) -> None:
-    part = folder / (name + PART_SUFFIX)
+def _publish(folder: Path, name: str, drafted_as: str, data: bytes) -> None:
+    part = folder / (drafted_as + PART_SUFFIX)
     part.write_bytes(data)
     part.rename(folder / name)

@@ -1,4 +1,4 @@
-"""From the tensors of one forward to the [tokens, L, H] block that is stored. Torch only."""
+"""From the tensors of one forward to rows of [L, H] in a host buffer. Torch only."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def stack_states(
-    aux: torch.Tensor | Sequence[torch.Tensor] | None, final: torch.Tensor, rows: int, layers: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Puts the captured layers and the final state side by side for each token.
+def split_states(
+    aux: torch.Tensor | Sequence[torch.Tensor] | None, final: torch.Tensor, rows: int, layers: int
+) -> list[torch.Tensor]:
+    """The captured layers and the final state, one [rows, H] each: views, without the batch's padding.
 
     Args:
         aux: the layers' states: a sequence of [R, H] in layer order, or one packed [R, layers * H].
         final: the final state, [R, H]; R is at least `rows`, what lies beyond is padding of the batch.
         rows: real tokens in the batch.
         layers: how many layers there must be.
-        dtype: what the block is rounded to (nearest, ties to even, where it is narrower than the model's).
-
-    Returns:
-        A new tensor [rows, layers + 1, H] on the device of the arguments; it shares no memory with them.
 
     Raises:
         ValueError: the shapes are not these.
@@ -43,4 +39,27 @@ def stack_states(
     for part in parts:
         if part.dim() != 2 or part.shape[0] < rows or part.shape[1] != width:
             raise ValueError(f"states are {tuple(part.shape)}; expected at least {rows} rows of {width}")
-    return torch.stack([part[:rows].to(dtype) for part in parts], dim=1)
+    return [part[:rows] for part in parts]
+
+
+def copy_rows(parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+    """Copies rows into a host buffer, the states of each token side by side, rounded to the buffer's dtype.
+
+    On a CPU each state goes straight to its place: the copy is done on return, and the model may use its memory again. On a
+    CUDA device the block is put together there, and copied without waiting, on the current stream: that is the one on which
+    the model computed the rows, and on which whatever uses their memory next will run (SGLang's scheduler runs a batch inside
+    `forward_stream_ctx`, `managers/scheduler.py`, and replays graphs on the same stream). The block's own memory comes from
+    PyTorch's allocator, which hands it out again in the order of that stream.
+
+    Args:
+        parts: L tensors [R, H] on one device.
+        first: the first row to take.
+        out: [n, L, H] on the CPU: how many rows to take, and where to put them. Pinned for CUDA.
+    """
+    rows = slice(first, first + len(out))
+    if parts[0].device.type == "cpu":
+        for place, part in enumerate(parts):
+            out[:, place].copy_(part[rows])
+    else:
+        block = torch.stack([part[rows].to(out.dtype) for part in parts], dim=1)
+        out.copy_(block, non_blocking=block.is_cuda)

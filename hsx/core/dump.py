@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hsx.core.epoch import MAX_RANKS
 from hsx.core.marker import Marker, parse
 from hsx.core.spec import CaptureSpec, bytes_per_token, final_state
 from hsx.errors import SampleError
@@ -22,7 +23,7 @@ ID_BYTES: Final = 4
 SUFFIX: Final = ".safetensors"
 PART_SUFFIX: Final = ".part"
 ERROR_SUFFIX: Final = ".error"
-_KEYS: Final = ("format", "marker", "epoch", "sequence", "tokens", "layers", "final", "hidden_size", "model", "engine")
+_KEYS: Final = ("format", "marker", "epoch", "sequence", "tokens", "layers", "final", "hidden_size", "model", "engine", "rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,12 @@ class DumpHeader:
     Attributes:
         marker: the attempt that it belongs to.
         epoch: uuid of the server's life that wrote it.
-        sequence: the capture counter, from 1, strictly rising within an epoch.
+        sequence: the capture counter, from 1, strictly rising within an epoch's DP rank.
         spec: the layers (read back from the model) and the final state.
         hidden_size: H.
         model: model name or path as the server was given it.
         engine: engine name and version, such as `sglang 0.5.23`.
+        rank: the data-parallel rank that computed it and gave it its number; 0 without data parallelism.
     """
 
     marker: Marker
@@ -46,6 +48,7 @@ class DumpHeader:
     hidden_size: int
     model: str
     engine: str
+    rank: int = 0
 
     @property
     def tokens(self) -> int:
@@ -97,6 +100,7 @@ def encode_header(header: DumpHeader, at_least: int = 0) -> bytes:
             "hidden_size": str(header.hidden_size),
             "model": header.model,
             "engine": header.engine,
+            "rank": str(header.rank),
         },
         "hidden_states": {"dtype": "BF16", "shape": shape, "data_offsets": [0, header.states_bytes]},
         "input_ids": {
@@ -137,7 +141,7 @@ def decode_header(prefix: bytes, file_size: int) -> tuple[DumpHeader, int]:
         values = {key: meta[key] for key in _KEYS}
         if not all(isinstance(value, str) for value in values.values()):
             raise TypeError("a metadata value is not a string")
-        sequence, tokens, hidden_size = (int(values[k]) for k in ("sequence", "tokens", "hidden_size"))
+        sequence, tokens, hidden_size, rank = (int(values[k]) for k in ("sequence", "tokens", "hidden_size", "rank"))
         layers = tuple(json.loads(values["layers"]))
         tensors = {name: document[name] for name in ("hidden_states", "input_ids")}
         final = final_state(values["final"])
@@ -152,6 +156,8 @@ def decode_header(prefix: bytes, file_size: int) -> tuple[DumpHeader, int]:
         raise _invalid(f"layers are {values['layers']}; expected integers")
     if sequence < 1 or hidden_size < 1:
         raise _invalid(f"sequence is {sequence}, hidden_size is {hidden_size}; expected at least 1")
+    if not 0 <= rank < MAX_RANKS:
+        raise _invalid(f"rank is {rank}; expected 0 to {MAX_RANKS - 1}")
     header = DumpHeader(
         marker=marker,
         epoch=values["epoch"],
@@ -160,6 +166,7 @@ def decode_header(prefix: bytes, file_size: int) -> tuple[DumpHeader, int]:
         hidden_size=hidden_size,
         model=values["model"],
         engine=values["engine"],
+        rank=rank,
     )
     expected = {
         "hidden_states": ("BF16", [tokens, header.spec.states, hidden_size], [0, header.states_bytes]),

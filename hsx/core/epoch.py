@@ -4,6 +4,10 @@
 adds `<dump_dir>/<epoch>/capture.json` (`CaptureReport`) once the model is loaded, with what it read back, and before it the
 final norm's weight; or, where it cannot capture, `capture.error`. While it captures it holds `capture.lock` and keeps
 `counter.json` (`CaptureState`) up to date. All but the lock are published by rename.
+
+A data-parallel server captures once in each of its DP ranks, every one with numbers of its own: rank 0 under the names above,
+rank r with `.<r>` before the ending (`capture.1.json`, `final_norm.1.f32`, `counter.1.json`, `capture.1.lock`). Only the
+refusal stands once: a server of which one rank cannot capture is of no use.
 """
 
 from __future__ import annotations
@@ -27,9 +31,45 @@ LOCK_NAME: Final = "capture.lock"
 """Held with flock(LOCK_EX) by the one process that captures into this epoch, from install to its death; names its pid."""
 SHM_NAME: Final = "shm.json"
 """Which files in /dev/shm the server's processes hold: `hsx.engines.leftovers`. Gone once nothing is left to sweep."""
+MAX_RANKS: Final = 1024
+"""Data-parallel ranks that hsx keeps account of, at most."""
 RECORD_VARIABLE: Final = "HSX_EPOCH_RECORD"
 """Environment variable of the server: the path of its `server.json`, set by `hsx serve` for the capture side."""
 FORMAT: Final = 1
+
+
+def rank_name(name: str, rank: int) -> str:
+    """The file of DP rank `rank` that rank 0 has under `name`: `counter.json` is `counter.3.json` for rank 3."""
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}{dot}{rank}.{ending}" if rank else name
+
+
+def stream_name(epoch: str, rank: int) -> str:
+    """How the ledger and the shards name what one DP rank captured in an epoch: numbers are unique within a stream.
+
+    It is the epoch itself for rank 0, and `<epoch>.<rank>` for the others, so a server without data parallelism is one stream.
+    """
+    return f"{epoch}.{rank}" if rank else epoch
+
+
+def epoch_of(stream: str) -> str:
+    """The epoch that a stream belongs to."""
+    return stream.partition(".")[0]
+
+
+def state_name(rank: int = 0) -> str:
+    """`CaptureState` of a DP rank."""
+    return rank_name(STATE_NAME, rank)
+
+
+def report_name(rank: int = 0) -> str:
+    """`CaptureReport` of a DP rank."""
+    return rank_name(REPORT_NAME, rank)
+
+
+def lock_name(rank: int = 0) -> str:
+    """The lock of a DP rank."""
+    return rank_name(LOCK_NAME, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +92,9 @@ class EpochRecord:
         plugin_version: version of hsx in the server's environment.
         host: address the HTTP port is bound to.
         port: the HTTP port.
+        staging_bytes: size of the capture plugin's pool of host buffers.
+        when_full: what it does where the pool is full: `block` or `fail`.
+        convert: whether a residual stream in float16 or float32 is rounded to bf16; else such a server is refused.
     """
 
     epoch: str
@@ -69,6 +112,9 @@ class EpochRecord:
     plugin_version: str
     host: str
     port: int
+    staging_bytes: int = 1 << 30
+    when_full: str = "block"
+    convert: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +132,13 @@ class CaptureReport:
         norm_file: name of a file beside this one with the final norm's weight: float32, little endian, [H]; "" if unknown.
         engine_version: version of the server's package.
         plugin_version: version of hsx in the server's environment.
+        tp_size: processes that share one prefill: each of them holds the full states, and the first one writes.
+        dp_size: data-parallel ranks of the server, with or without DP attention; each has its own report and numbers.
+        rank: the DP rank that this report is of, from 0.
+        architecture: class name of the model, as the server's package has it.
+        method: `model` where the model hands the layers out itself, `norms` where they are taken at the layers' input norms.
+        head_multiplier: logits = head(norm(h_N)) * head_multiplier; 1.0 where the model has none.
+        dtype: the residual stream's dtype in the server, such as `bfloat16`; what is not bfloat16 is rounded to it.
     """
 
     epoch: str
@@ -98,6 +151,13 @@ class CaptureReport:
     norm_file: str
     engine_version: str
     plugin_version: str
+    tp_size: int
+    dp_size: int
+    rank: int
+    architecture: str
+    method: str
+    head_multiplier: float
+    dtype: str
 
     @property
     def spec(self) -> CaptureSpec:
@@ -118,6 +178,12 @@ class CaptureState:
         failed: error files left in the place of dumps.
         foreign: requests prefilled whose rid is no marker.
         incomplete: markers given up after a part of them had arrived (aborted or cut requests), without an error file.
+        staged_bytes: bytes of host buffers in use: states that are not in a file yet.
+        staged_peak_bytes: the most that has been.
+        blocked_us: microseconds that forwards have waited for a buffer.
+        forward_us: microseconds that the plugin has spent in the forward path otherwise.
+        forwards: prefill forwards that it spent them in.
+        rank: the DP rank that counts, 0 without data parallelism.
     """
 
     epoch: str
@@ -128,6 +194,12 @@ class CaptureState:
     failed: int
     foreign: int
     incomplete: int
+    rank: int
+    staged_bytes: int = 0
+    staged_peak_bytes: int = 0
+    blocked_us: int = 0
+    forward_us: int = 0
+    forwards: int = 0
 
 
 def to_json(record: EpochRecord | CaptureReport | CaptureState) -> str:
@@ -165,7 +237,7 @@ def _decode(text: str, record: type[Any], name: str) -> dict[str, Any]:
                 if not isinstance(value, list) or not all(type(v) is wanted for v in value):
                     raise ValueError(f"{key} is {value!r}; expected a list of {wanted.__name__}")
                 document[key] = tuple(value)
-            elif type(value) is not {"int": int, "float": float, "str": str}[str(kind)]:
+            elif type(value) is not {"int": int, "float": float, "str": str, "bool": bool}[str(kind)]:
                 raise ValueError(f"{key} is {value!r}; expected {kind}")
         if "final" in names:
             final_state(document["final"])

@@ -53,10 +53,10 @@ class CaptureSpec:
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
             found.append(f"capture.layers is {list(self.layers)}; expected strictly rising values")
         found += [
-            f"capture.layers has {k}; expected 1 to {model_layers - 1} for a model of {model_layers} layers "
-            f"(h_{model_layers} is the final state: set capture.final)"
+            f"capture.layers has {k}; expected 0 to {model_layers - 1} for a model of {model_layers} layers "
+            f"(h_{model_layers} is the final state: set capture.final = 'pre_norm')"
             for k in self.layers
-            if not 1 <= k < model_layers
+            if not 0 <= k < model_layers
         ]
         if self.final not in FINAL_STATES:
             found.append(f"capture.final is {self.final!r}; expected one of {', '.join(FINAL_STATES)}")

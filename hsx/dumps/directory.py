@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -28,7 +29,9 @@ from hsx.core.epoch import (
     CaptureState,
     record_from_json,
     report_from_json,
+    report_name,
     state_from_json,
+    state_name,
 )
 from hsx.core.marker import ANY_PREFIX, prefix
 from hsx.dumps.reader import MappedDump, read_header
@@ -47,6 +50,9 @@ _ERROR_TEXT = 2000
 _PUBLISHED = {RECORD_NAME, REPORT_NAME, REFUSAL_NAME, NORM_NAME, STATE_NAME}
 _RECORDS = {LOCK_NAME, *_PUBLISHED, *(name + PART_SUFFIX for name in _PUBLISHED)}
 """What a server leaves beside dumps; it may have been killed between a record's write and its rename."""
+_OF_RANK = re.compile(r"\.[1-9][0-9]*(?=\.(json|f32|lock|error)(\.part)?$)")
+"""What a DP rank's records have in their names besides."""
+_STATE = re.compile(re.escape(STATE_NAME).replace(r"\.json", r"(?:\.([1-9][0-9]*))?\.json"))
 
 
 class DumpDirectory:
@@ -134,8 +140,8 @@ class DumpDirectory:
             if file_name.endswith(suffix) and (event := self._waiting.get(file_name.removesuffix(suffix))):
                 event.set()
 
-    def report(self) -> CaptureReport | None:
-        """The capture plugin's report; None until it is published.
+    def report(self, rank: int = 0) -> CaptureReport | None:
+        """The capture plugin's report in a DP rank; None until it is published.
 
         Raises EngineError `capture_off` with the plugin's own reason where it cannot capture (or may not any more: a refusal
         counts even beside a report), `epoch_unknown` for a broken file.
@@ -143,7 +149,7 @@ class DumpDirectory:
         reason = self.refusal()
         if reason is not None:
             raise EngineError("capture_off", f"the capture plugin cannot capture: {reason}")
-        text = self._record(REPORT_NAME)
+        text = self._record(report_name(rank))
         return None if text is None else report_from_json(text)
 
     def refusal(self) -> str | None:
@@ -151,20 +157,28 @@ class DumpDirectory:
         text = self._record(REFUSAL_NAME)
         return None if text is None else text.strip()[:_ERROR_TEXT]
 
-    def state(self) -> CaptureState | None:
-        """What the capture side counted so far; None where it has not begun to count.
+    def states(self) -> dict[int, CaptureState]:
+        """What the capture side counted so far, by DP rank; without those that have not begun to count.
 
-        The file lags behind the dumps by a forward, and is never ahead of them.
+        The files lag behind the dumps by a forward, and are never ahead of them.
 
-        Raises EngineError `epoch_unknown` for a broken file, or one of another epoch.
+        Raises EngineError `epoch_unknown` for a broken file, or one of another epoch or rank.
         """
-        text = self._record(STATE_NAME)
-        if text is None:
-            return None
-        state = state_from_json(text)
-        if state.epoch != self.folder.name:
-            raise EngineError("epoch_unknown", f"{STATE_NAME} is of epoch {state.epoch}; expected {self.folder.name}")
-        return state
+        found: dict[int, CaptureState] = {}
+        try:
+            names = os.listdir(self.folder)  # noqa: PTH208 - as in `names`
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        for rank in sorted(int(match[1] or 0) for name in names if (match := _STATE.fullmatch(name))):
+            text = self._record(state_name(rank))
+            if text is None:
+                continue
+            state = state_from_json(text)
+            if (state.epoch, state.rank) != (self.folder.name, rank):
+                evidence = f"is of epoch {state.epoch}, rank {state.rank}; expected {self.folder.name}, rank {rank}"
+                raise EngineError("epoch_unknown", f"{state_name(rank)} {evidence}")
+            found[rank] = state
+        return found
 
     def _record(self, name: str) -> str | None:
         """The text of a record in the epoch's folder; None where there is none."""
@@ -299,7 +313,7 @@ class DumpDirectory:
                     if file.name.startswith(ours):
                         file.unlink(missing_ok=True)
                         swept += 1
-                if not alive and {file.name for file in folder.iterdir()} <= _RECORDS:
+                if not alive and {_OF_RANK.sub("", file.name) for file in folder.iterdir()} <= _RECORDS:
                     shutil.rmtree(folder)
             except (OSError, EngineError):
                 continue  # a folder that cannot be read is not ours to clear

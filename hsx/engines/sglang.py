@@ -98,7 +98,9 @@ class SGLangClient:
         server = await self._ask("/server_info")
         return _facts(server)
 
-    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+    async def prefill(
+        self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float, rank: int | None = None
+    ) -> Answer:
         """See the port. `SampleError` also has the kind `request_duplicate`: the server still works under this marker."""
         ids = input_ids if isinstance(input_ids, list | tuple) else _tolist(input_ids)
         body = msgspec.json.encode(
@@ -107,6 +109,7 @@ class SGLangClient:
                 "input_ids": ids,
                 "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
                 "stream": False,
+                **({} if rank is None else {"routed_dp_rank": rank}),
             }
         )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._limits.connect_s)
@@ -242,11 +245,6 @@ _UNFIT: Final[tuple[tuple[str, Any, str], ...]] = (
         "cached tokens would never be prefilled: start it with --disable-radix-cache",
     ),
     ("pp_size", 1, "only the last pipeline stage's layers would be captured: start it with --pp-size 1"),
-    (
-        "dp_size",
-        1,
-        "every data-parallel rank would count its dumps by itself: start it with --dp-size 1",
-    ),
     ("speculative_algorithm", None, "drafts would run through the captured layers: start it without --speculative-algorithm"),
     ("allow_auto_truncate", False, "long prompts would be cut silently: start it without --allow-auto-truncate"),
     ("disaggregation_mode", "null", "prefill and decode would be split: start it without --disaggregation-mode"),
@@ -277,7 +275,18 @@ def _facts(server: dict[str, Any]) -> ServerFacts:
         max_prompt_tokens=limit - 1,
         vocab_size=vocab if type(vocab) is int else None,
         problems=tuple(problems),
+        dp_size=_ranks(server),
     )
+
+
+def _ranks(server: dict[str, Any]) -> int:
+    """Replicas times groups of DP attention, of which one is 1; before `attn_dp_size`, `dp_size` counted either."""
+    widths = server.get("dp_size", 1), server.get("attn_dp_size", 1)
+    if any(type(width) is not int or width < 1 for width in widths):
+        raise EngineError(
+            "server_protocol", f"server_info has dp_size {widths[0]!r}, attn_dp_size {widths[1]!r}; expected integers"
+        )
+    return int(widths[0] * widths[1])
 
 
 def _object(payload: bytes) -> dict[str, Any] | None:

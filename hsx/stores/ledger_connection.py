@@ -12,7 +12,7 @@ from hsx.stores.ledger_schema import connect, count, facts_of, translated
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from hsx.ports import Counts
@@ -90,7 +90,7 @@ class LedgerConnection:
             counts = count(db)
         self._counts = counts
 
-    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+    def _write(self, statement: str, values: tuple[object, ...] | Mapping[str, object]) -> None:
         with self._transaction() as db:
             db.execute(statement, values)
 

@@ -208,7 +208,11 @@ class LedgerReader:
     def epochs(self) -> list[EpochRow]:
         """The lives of the server, oldest first."""
         with translated(self._path):
-            query = "SELECT epoch, began, ended, reason, evidence, ifnull(requeued, '[]'), vouched FROM epochs ORDER BY began"
+            # The streams of further DP ranks begin and end with their epoch.
+            query = (
+                "SELECT epoch, began, ended, reason, evidence, ifnull(requeued, '[]'), vouched FROM epochs "
+                "WHERE epoch NOT GLOB '*.*' ORDER BY began"
+            )
             rows = self._connection.execute(query).fetchall()
         return [
             EpochRow(epoch, began, ended, reason, evidence, tuple(json.loads(requeued)), vouched)

@@ -1,4 +1,8 @@
-"""What the ledger knows of trust: epochs, violations, what canaries vouch for, and what was committed and taken back."""
+"""What the ledger knows of trust: epochs, violations, what canaries vouch for, and what was committed and taken back.
+
+Each DP rank of a server numbers its dumps by itself, and is vouched for by canaries of its own: what it captured is a stream
+(`hsx.core.epoch.stream_name`), with a row in `epochs` of its own, which begins and ends with its epoch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Final
 
-from hsx.core.epoch import EpochRecord, to_json
+from hsx.core.epoch import EpochRecord, stream_name, to_json
 from hsx.errors import EngineError
 from hsx.ports import CommittedRow
 from hsx.stores.ledger_connection import LedgerConnection
@@ -20,6 +24,13 @@ if TYPE_CHECKING:
 
 _UNVOUCHED: Final = "epoch = :epoch AND sequence > ifnull((SELECT vouched FROM epochs WHERE epoch = :epoch), 0)"
 """Of the committed samples, those of one epoch that no canary vouches for."""
+_STREAMS: Final = "SELECT epoch FROM epochs WHERE epoch = :epoch OR epoch GLOB :epoch || '.*'"
+"""The streams of one epoch."""
+_END: Final = f"""
+UPDATE epochs SET ended = :now, reason = :reason, evidence = :evidence,
+    requeued = CASE WHEN epoch = :epoch THEN :requeued END WHERE epoch IN ({_STREAMS})
+"""  # noqa: S608 - made of constants
+_DOUBT: Final = f"UPDATE epochs SET doubt = :verdict WHERE epoch IN ({_STREAMS})"  # noqa: S608 - made of constants
 _UNVOUCHED_EPOCHS: Final = """
 WITH RECURSIVE known (epoch) AS (
     SELECT min(epoch) FROM samples WHERE state = 'committed'
@@ -28,7 +39,7 @@ WITH RECURSIVE known (epoch) AS (
     FROM known WHERE known.epoch IS NOT NULL
 )
 SELECT known.epoch FROM known LEFT JOIN epochs e ON e.epoch = known.epoch
-WHERE known.epoch IS NOT NULL AND known.epoch != ? AND EXISTS (
+WHERE known.epoch IS NOT NULL AND known.epoch != :but AND known.epoch NOT GLOB :but || '.*' AND EXISTS (
     SELECT 1 FROM samples s
     WHERE s.state = 'committed' AND s.epoch = known.epoch AND s.sequence > ifnull(e.vouched, 0)
 ) ORDER BY e.began
@@ -39,20 +50,20 @@ WHERE known.epoch IS NOT NULL AND known.epoch != ? AND EXISTS (
 class TrustLedger(LedgerConnection):
     """The ledger's side that speaks of servers, and of what they are trusted for."""
 
-    async def epoch_began(self, record: EpochRecord) -> bool:
-        """Records an epoch with its record; True where it was known already, and goes on.
+    async def epoch_began(self, record: EpochRecord, ranks: int = 1) -> bool:
+        """Records an epoch with its record, and a stream for each of its DP ranks; True where it was known, and goes on.
 
         Raises EngineError `epoch_void` for an epoch that has ended: it is never begun again.
         """
-        return await self._do(self._epoch_began, record)
+        return await self._do(self._epoch_began, record, ranks)
 
-    def _epoch_began(self, record: EpochRecord) -> bool:
+    def _epoch_began(self, record: EpochRecord, ranks: int) -> bool:
         with self._transaction() as db:
             known = db.execute("SELECT ended, reason, evidence FROM epochs WHERE epoch = ?", (record.epoch,)).fetchone()
             if known is None:
-                db.execute(
-                    "INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?)", (record.epoch, time.time(), to_json(record))
-                )
+                now, text = time.time(), to_json(record)
+                rows = [(stream_name(record.epoch, rank), now, text) for rank in range(ranks)]
+                db.executemany("INSERT INTO epochs (epoch, began, record) VALUES (?, ?, ?)", rows)
             elif known[0] is not None:
                 raise EngineError("epoch_void", f"epoch {record.epoch} has ended: {known[1]}: {known[2]}; expected another")
         return known is not None
@@ -64,8 +75,14 @@ class TrustLedger(LedgerConnection):
         """
         await self._do(
             self._write,
-            "UPDATE epochs SET ended = ?, reason = ?, evidence = ?, requeued = ? WHERE epoch = ?",
-            (time.time(), reason, evidence, json.dumps(list(requeued)), epoch),
+            _END,
+            {
+                "now": time.time(),
+                "reason": reason,
+                "evidence": evidence,
+                "requeued": json.dumps(list(requeued)),
+                "epoch": epoch,
+            },
         )
 
     async def voided_epochs(self) -> dict[str, str]:
@@ -86,11 +103,11 @@ class TrustLedger(LedgerConnection):
         return await self._do(lambda: dict(self._connection.execute(VIOLATIONS_BY_INVARIANT).fetchall()))
 
     async def vouch(self, epoch: str, sequence: int) -> None:
-        """Every dump of `epoch` up to this capture number lies before a sound canary. It never goes down."""
+        """Every dump of the stream `epoch` up to this capture number lies before a sound canary. It never goes down."""
         await self._do(self._write, "UPDATE epochs SET vouched = max(vouched, ?) WHERE epoch = ?", (sequence, epoch))
 
     async def doubtful(self, epoch: str) -> list[CommittedRow]:
-        """The committed samples of `epoch` that no sound canary vouches for, in the order of their capture."""
+        """The committed samples of the stream `epoch` that no sound canary vouches for, in the order of their capture."""
         return await self._do(self._doubtful, epoch)
 
     def _doubtful(self, epoch: str) -> list[CommittedRow]:
@@ -98,8 +115,9 @@ class TrustLedger(LedgerConnection):
         return [CommittedRow(*row) for row in self._connection.execute(query, {"epoch": epoch})]
 
     async def unvouched(self, but: str = "") -> list[str]:
-        """The epochs other than `but` of which `doubtful` would return something, oldest first."""
-        return [epoch for (epoch,) in await self._do(lambda: self._connection.execute(_UNVOUCHED_EPOCHS, (but,)).fetchall())]
+        """The streams, but those of epoch `but`, of which `doubtful` would return something, oldest first."""
+        values = {"but": but}
+        return [epoch for (epoch,) in await self._do(lambda: self._connection.execute(_UNVOUCHED_EPOCHS, values).fetchall())]
 
     async def last_doubtful(self, epoch: str, limit: int) -> list[CommittedRow]:
         """The last `limit` of `doubtful`, the latest capture first."""
@@ -108,31 +126,35 @@ class TrustLedger(LedgerConnection):
         return [CommittedRow(*row) for row in await self._do(lambda: self._connection.execute(query, values).fetchall())]
 
     async def doubt(self, epoch: str, invariant: str, evidence: str) -> None:
-        """Records that what `doubtful` returns has to be revoked, before it can be: until then, `overdue` says so."""
-        verdict = json.dumps([invariant, evidence])
-        await self._do(self._write, "UPDATE epochs SET doubt = ? WHERE epoch = ?", (verdict, epoch))
+        """Records that what `doubtful` returns of an epoch's streams has to be revoked, before it can be: until then, `overdue`
+        says so.
+        """
+        values = {"verdict": json.dumps([invariant, evidence]), "epoch": epoch}
+        await self._do(self._write, _DOUBT, values)
 
     async def overdue(self) -> list[tuple[str, str, str]]:
-        """(epoch, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
+        """(stream, invariant, evidence) of each `doubt` that no `revoke` has followed: hsx crashed in between."""
         query = "SELECT epoch, doubt FROM epochs WHERE doubt IS NOT NULL ORDER BY began"
         rows = await self._do(lambda: self._connection.execute(query).fetchall())
         return [(epoch, *json.loads(verdict)) for epoch, verdict in rows]
 
     async def revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
-        """Takes back, in one transaction, every sample of `epoch` that no sound canary vouches for.
+        """Takes back, in one transaction, every sample of `epoch`, or of one stream, that no sound canary vouches for.
 
         They are pending again and handed out by `acquire`, in this process too; their attempts are kept, so that no marker is
         used twice, and their failures. Nothing is recorded where nothing was doubtful.
 
         Returns:
-            What the ledger said of them, in the order of their capture: where the shards lie that are to be discarded.
+            What the ledger said of them, in the order of their capture within a stream: where the shards lie that are to be
+            discarded.
         """
         return await self._do(self._revoke, epoch, invariant, evidence)
 
     def _revoke(self, epoch: str, invariant: str, evidence: str) -> list[CommittedRow]:
         with self._moving() as db:
-            rows = self._doubtful(epoch)
-            db.execute("UPDATE epochs SET doubt = NULL WHERE epoch = ?", (epoch,))
+            known = db.execute(_STREAMS, {"epoch": epoch}).fetchall()
+            rows = [row for stream in sorted({epoch, *(name for (name,) in known)}) for row in self._doubtful(stream)]
+            db.execute(_DOUBT, {"epoch": epoch, "verdict": None})
             _take_back(db, rows, epoch, invariant, evidence)
         self._free.reopened([row.index for row in rows])
         return rows

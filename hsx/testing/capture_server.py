@@ -21,7 +21,8 @@ import aiohttp
 import numpy as np
 
 from hsx.core.dump import decode_header
-from hsx.core.epoch import REPORT_NAME, SHM_NAME, CaptureReport, report_from_json
+from hsx.core.epoch import REPORT_NAME, SHM_NAME, CaptureReport, CaptureState, report_from_json, state_from_json
+from hsx.core.marker import parse
 from hsx.engines.leftovers import SHARED
 from hsx.engines.reaper import KILL_NOW
 from hsx.testing.servers import free_port
@@ -58,6 +59,9 @@ class CaptureServer:
         final: `post_norm` or `pre_norm`.
         arguments: further arguments of the server.
         variables: further environment variables.
+        settings: further keys of the job file's `[capture]`.
+        base: the server arguments that all tests share.
+        base_variables: the environment variables that all tests share.
     """
 
     python: Path
@@ -67,6 +71,9 @@ class CaptureServer:
     final: str = "post_norm"
     arguments: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    base: Sequence[str] = CPU_ARGUMENTS
+    base_variables: Mapping[str, str] = field(default_factory=lambda: CPU_VARIABLES)
 
     def __post_init__(self) -> None:
         self.epoch = str(uuid.uuid4())
@@ -75,6 +82,7 @@ class CaptureServer:
         self.log = self.folder / "server.log"
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._fences = 0
 
     def __enter__(self) -> Self:
         self.start()
@@ -91,7 +99,7 @@ class CaptureServer:
             "job": {"name": "capture", "store": str(self.folder / "store")},
             "model": {"path": str(self.model)},
             "dataset": {"path": str(self.folder / "none.jsonl")},
-            "capture": {"layers": list(self.layers), "final": self.final},
+            "capture": {"layers": list(self.layers), "final": self.final, **self.settings},
             "staging": {"dump_dir": str(self.folder / "dumps")},
             "engine": {"port": self.port},
         }
@@ -99,11 +107,11 @@ class CaptureServer:
         root = f'[[roots]]\nname = "a"\npath = {json.dumps(str(self.folder / "root"))}\n'
         job.write_text("\n".join([*lines, root]))
         serve = [str(self.python), "-m", "hsx", "serve", str(job), "--epoch", self.epoch, "--"]
-        return [*serve, *CPU_ARGUMENTS, *self.arguments]
+        return [*serve, *self.base, *self.arguments]
 
     def start(self) -> None:
         """Returns once the server answers. Raises RuntimeError, with the end of its log, where it does not."""
-        environment = {**os.environ, **CPU_VARIABLES, "HSX_CAPTURE_FLOAT32": str(self.unrounded), **self.variables}
+        environment = {**os.environ, **self.base_variables, "HSX_CAPTURE_FLOAT32": str(self.unrounded), **self.variables}
         command = self.command()
         with self.log.open("wb") as log:
             # Through the reaper, so that a test run that is killed leaves no server behind.
@@ -139,9 +147,15 @@ class CaptureServer:
         return report_from_json((self.dumps / REPORT_NAME).read_text())
 
     async def generate(
-        self, prompts: Mapping[str, Sequence[int] | NDArray[np.int32]], new_tokens: int = 0
+        self, prompts: Mapping[str, Sequence[int] | NDArray[np.int32]], new_tokens: int = 0, *, settle: bool = True
     ) -> dict[str, dict[str, Any]]:
         """Sends all prompts at once, each under its rid; returns the answers' `meta_info` by rid.
+
+        Args:
+            prompts: ids by rid.
+            new_tokens: to be generated.
+            settle: sends a foreign prompt behind them, and waits until the plugin has counted it: dumps may appear after their
+                answers, but in the order of capture, so by then all that is to come of these prompts is there.
 
         Raises RuntimeError for an answer other than 200.
         """
@@ -157,8 +171,33 @@ class CaptureServer:
                     meta: dict[str, Any] = (await answer.json())["meta_info"]
                     return meta
 
+            expected = self.foreign() + sum(parse(rid) is None for rid in prompts) + 1
             metas = await asyncio.gather(*(one(rid, ids) for rid, ids in prompts.items()))
+            if settle:
+                self._fences += 1
+                await one(f"fence-{self._fences}", [1])
+                async with asyncio.timeout(START_S):
+                    while self.foreign() < expected:  # noqa: ASYNC110 - the event is in another process
+                        await asyncio.sleep(0.01)
         return dict(zip(prompts, metas, strict=True))
+
+    def states(self) -> list[CaptureState]:
+        """The plugin's own accounts, one for each rank."""
+        return [state_from_json(path.read_text()) for path in sorted(self.dumps.glob("counter*.json"))]
+
+    def foreign(self) -> int:
+        """Prompts without a marker, as the plugin counted them."""
+        return sum(state.foreign for state in self.states())
+
+    def ended(self, marker: Marker) -> bool:
+        """Waits until an answered marker has its dump, True, or its error file, False."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for suffix, good in ((".safetensors", True), (".error", False)):
+                if (self.dumps / f"{marker}{suffix}").exists():
+                    return good
+            time.sleep(0.01)
+        raise RuntimeError(f"{marker} has neither a dump nor an error file:\n{self.log_tail()}")
 
     def dump(self, marker: Marker) -> tuple[DumpHeader, NDArray[np.uint16], NDArray[np.int32]]:
         """The published dump of `marker`: header, bf16 bits [tokens, L, H], ids [tokens]. Raises FileNotFoundError."""

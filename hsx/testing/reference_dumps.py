@@ -78,7 +78,7 @@ class Publisher:
     ) -> None:
         self.counter = counter
         self._folder = folder
-        self._writer = _Staged(folder, report.epoch, report.spec, report.hidden_size, model, engine)
+        self._writer = _Staged(folder, report.epoch, report.spec, report.hidden_size, model, engine, report.rank)
         self._repeats = 0
         self._vocab = report.vocab_size
         self._faults = faults

@@ -18,20 +18,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from aiohttp import web
 
 import hsx
 from hsx.capture.counter import Counter
 from hsx.capture.model import CaptureRefusedError
-from hsx.capture.report import write_refusal
+from hsx.capture.report import write_refusal, write_report
 from hsx.core.epoch import (
     NORM_NAME,
     RECORD_NAME,
     RECORD_VARIABLE,
-    REPORT_NAME,
     CaptureReport,
     EpochRecord,
+    rank_name,
     record_from_json,
     to_json,
 )
@@ -47,7 +48,6 @@ from hsx.testing.reference_scheduler import Scheduler, recompute
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 _IGNORED: Final = ("--dtype", "--device", "--attention-backend", "--grammar-backend", "--max-total-tokens")
@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--port", type=int, default=30000)
     args.add_argument("--chunked-prefill-size", type=int, default=128)
     args.add_argument("--max-queued-requests", type=int)
+    args.add_argument("--dp-size", type=int, default=1, help="data-parallel ranks, each with a queue and dumps of its own")
     args.add_argument("--disable-radix-cache", action="store_true", help="accepted and ignored: off unless --radix-cache")
     args.add_argument("--radix-cache", action="store_true", help="pretend to keep a prefix cache")
     args.add_argument("--skip-server-warmup", action="store_true", help="accepted and ignored")
@@ -96,12 +97,13 @@ async def _serve(options: argparse.Namespace) -> None:
     record, folder = _record(options)
     _die_at_boot(options.die_at_boot)
     model, faults = ReferenceModel(options.model_path), _armed(options.fault)
-    spec, publisher = CaptureSpec((), "post_norm"), None
+    spec = CaptureSpec((), "post_norm")
+    publishers: list[Publisher | None] = [None] * options.dp_size
     if record is not None and folder is not None:
-        report = _report(record, model)
-        spec = report.spec
-        publisher = _publisher(folder, record, report, model, faults)
-    scheduler = Scheduler(model, spec, options.chunked_prefill_size, faults, publisher)
+        reports = [_report(record, model, rank, options.dp_size) for rank in range(options.dp_size)]
+        spec = reports[0].spec
+        publishers = [_publisher(folder, record, report, model, faults) for report in reports]
+    schedulers = [Scheduler(model, spec, options.chunked_prefill_size, faults, publisher) for publisher in publishers]
     settings = Settings(
         model_path=str(options.model_path),
         version=hsx.__version__,
@@ -117,7 +119,7 @@ async def _serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     # handler_cancellation: a client that goes away cancels its handler, which cuts the prompt.
     runner = web.AppRunner(
-        Face(settings, scheduler, faults).application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        Face(settings, schedulers, faults).application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
     )
     await runner.setup()
     await web.TCPSite(runner, options.host, options.port).start()
@@ -168,7 +170,7 @@ def _record(options: argparse.Namespace) -> tuple[EpochRecord | None, Path | Non
     return record, folder
 
 
-def _report(record: EpochRecord, model: ReferenceModel) -> CaptureReport:
+def _report(record: EpochRecord, model: ReferenceModel, rank: int, ranks: int) -> CaptureReport:
     config = model.config
     final = final_state(record.final)
     problems = CaptureSpec(record.layers, final).problems(config.num_hidden_layers)
@@ -182,9 +184,16 @@ def _report(record: EpochRecord, model: ReferenceModel) -> CaptureReport:
         model_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
-        norm_file=NORM_NAME,
+        norm_file=rank_name(NORM_NAME, rank),
         engine_version=hsx.__version__,
         plugin_version=hsx.__version__,
+        tp_size=1,
+        dp_size=ranks,
+        rank=rank,
+        architecture="ReferenceModel",
+        method="model",
+        head_multiplier=1.0,
+        dtype="float32",
     )
 
 
@@ -197,14 +206,13 @@ def _publisher(
         return recompute(model, report.spec, ids)
 
     try:
-        counter = Counter(folder, record.epoch)
+        counter = Counter(folder, record.epoch, report.rank)
     except CaptureRefusedError as error:
         sys.stderr.write(f"reference engine: {error}\n")
-        write_refusal(folder, str(error))
+        write_refusal(folder, str(error), report.rank)
         return None
     publisher = Publisher(folder, report, record.model, f"reference {hsx.__version__}", counter, faults, again)
-    _write(folder / NORM_NAME, model.norm.numpy().astype("<f4").tobytes())
-    _write(folder / REPORT_NAME, to_json(report).encode())
+    write_report(folder, report, model.norm.numpy().astype(np.float32))
     return publisher
 
 

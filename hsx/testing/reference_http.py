@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,8 @@ from hsx.testing.faults import FAULTS
 from hsx.testing.reference_scheduler import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hsx.testing.faults import Faults
     from hsx.testing.reference_scheduler import Scheduler
 
@@ -47,11 +50,18 @@ class Settings:
 
 
 class Face:
-    """The handlers. All state is on the event loop; the scheduler's thread only calls back into it."""
+    """The handlers. All state is on the event loop; the schedulers' threads only call back into it.
 
-    def __init__(self, settings: Settings, scheduler: Scheduler, faults: Faults) -> None:
+    Args:
+        settings: see there.
+        schedulers: one for each data-parallel rank; requests that name none go to them in turn.
+        faults: the armed faults.
+    """
+
+    def __init__(self, settings: Settings, schedulers: Sequence[Scheduler], faults: Faults) -> None:
         self._settings = settings
-        self._scheduler = scheduler
+        self._schedulers = schedulers
+        self._turns = itertools.cycle(schedulers)
         self._faults = faults
         self._flying: dict[str, Work] = {}
         self._seen: set[bytes] = set()
@@ -78,9 +88,12 @@ class Face:
         settings = self._settings
         try:
             body = msgspec.json.decode(await request.read())
-            rid, ids = str(body["rid"]), body["input_ids"]
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            rid, ids, rank = str(body["rid"]), body["input_ids"], body.get("routed_dp_rank")
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             return _error(400, f"body is no generate request: {error!r}")
+        ranks = len(self._schedulers)
+        if rank is not None and (type(rank) is not int or not 0 <= rank < ranks):
+            return _error(400, f"routed_dp_rank={rank} out of range [0, {ranks})")
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             return _error(400, "input_ids: elements must be int")
         if not ids:
@@ -98,13 +111,13 @@ class Face:
         for kind, status in (("http_400", 400), ("http_500", 500), ("http_503", 503)):
             if self._faults.take(kind, rid):
                 return _error(status, f"fault {kind}")
-        if settings.max_queued is not None and self._scheduler.waiting >= settings.max_queued:
+        if settings.max_queued is not None and self._waiting >= settings.max_queued:
             return web.json_response({"detail": "The request queue is full."}, status=503)
         if self._faults.take("connection_reset_before", rid):
             return _cut(request)
         if self._faults.take("connection_reset_during", rid):
             return await self._desert(request, rid, ids)
-        work = await self._prefill(rid, ids)
+        work = await self._prefill(rid, ids, rank=rank)
         if self._faults.take("connection_reset_after", rid):
             return _cut(request)
         body = msgspec.json.encode(self._answer(work))
@@ -121,7 +134,7 @@ class Face:
         await begun.wait()
         return _cut(request)
 
-    async def _prefill(self, rid: str, ids: list[int], begun: asyncio.Event | None = None) -> Work:
+    async def _prefill(self, rid: str, ids: list[int], begun: asyncio.Event | None = None, rank: int | None = None) -> Work:
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
         prompt = np.asarray(ids, dtype=np.int64).clip(-1, 2**31 - 1).astype(np.int32)
         work = Work(rid, prompt, lambda: _wake(loop, finished))
@@ -132,12 +145,13 @@ class Face:
             work.skip = len(ids) - 1 if key in self._seen else 0
             self._seen.add(key)
         self._flying[rid] = work
-        self._scheduler.submit(work)
+        scheduler = next(self._turns) if rank is None else self._schedulers[rank]
+        scheduler.submit(work)
         try:
             await finished.wait()
         except asyncio.CancelledError:
             # The client is gone: its prompt is cut, and its rid is free again.
-            self._scheduler.abort(work)
+            scheduler.abort(work)
             raise
         finally:
             del self._flying[rid]
@@ -169,7 +183,8 @@ class Face:
         prefix = str((await request.json()).get("rid", ""))
         for rid, work in list(self._flying.items()):
             if rid.startswith(prefix):
-                self._scheduler.abort(work)
+                for scheduler in self._schedulers:  # one of them has it
+                    scheduler.abort(work)
         return web.Response()
 
     async def _server_info(self, _request: web.Request) -> web.Response:
@@ -185,7 +200,7 @@ class Face:
                 "max_queued_requests": settings.max_queued,
                 "pp_size": 1,
                 "tp_size": 1,
-                "dp_size": 1,
+                "dp_size": len(self._schedulers),
                 "speculative_algorithm": None,
                 "allow_auto_truncate": False,
                 "disaggregation_mode": "null",
@@ -211,7 +226,11 @@ class Face:
 
     async def _struck(self, _request: web.Request) -> web.Response:
         says = {kind: fault.says for kind, fault in FAULTS.items()}
-        return web.json_response({"struck": self._faults.struck(), "waiting": self._scheduler.waiting, "faults": says})
+        return web.json_response({"struck": self._faults.struck(), "waiting": self._waiting, "faults": says})
+
+    @property
+    def _waiting(self) -> int:
+        return sum(scheduler.waiting for scheduler in self._schedulers)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, finished: asyncio.Event) -> None:

@@ -170,6 +170,8 @@ class ReferenceModel:
         mask = _mask(spans)
         taken = []
         hidden = self.embedding[torch.from_numpy(np.concatenate([ids for ids, _ in batch]).astype(np.int64))]
+        if 0 in spec.layers:
+            taken.append(hidden)
         for number, layer in enumerate(self.layers, start=1):
             normed = self._rms(hidden, layer.input_norm)
             query, key, value = (
@@ -219,7 +221,7 @@ def reference_states(model: ReferenceModel, ids: Sequence[int] | NDArray[np.int3
         return np.concatenate((turned.real, turned.imag), axis=1)
 
     hidden = weight(model.embedding)[np.asarray(ids)]
-    taken = []
+    taken = [hidden] if 0 in spec.layers else []
     for number, layer in enumerate(model.layers, start=1):
         normed = rms(hidden, layer.input_norm)
         query, key, value = (normed @ weight(matrix).T for matrix in (layer.query, layer.key, layer.value))

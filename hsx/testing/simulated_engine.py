@@ -120,7 +120,9 @@ class SimulatedClient:
             raise EngineError("server_gone", f"nobody listens: {self._wire.server.death}")
         return ServerFacts(hsx.__version__, "simulated", self._longest, self._shape.vocab_size, ())
 
-    async def prefill(self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float) -> Answer:
+    async def prefill(
+        self, marker: Marker, input_ids: Sequence[int] | NDArray[np.int32], timeout_s: float, rank: int | None = None
+    ) -> Answer:
         """See the port."""
         try:
             async with asyncio.timeout(timeout_s):

@@ -183,6 +183,13 @@ class SimulatedServer:
             norm_file=NORM_NAME,
             engine_version=hsx.__version__,
             plugin_version=hsx.__version__,
+            tp_size=1,
+            dp_size=1,
+            rank=0,
+            architecture="SimulatedModel",
+            method="model",
+            head_multiplier=1.0,
+            dtype="bfloat16",
         )
         write_report(self.folder, report, np.ones(self._shape.hidden_size, np.float32))
         self.alive, self.hung, self.death = True, False, ""
@@ -423,7 +430,7 @@ class SimulatedServer:
 
     def _publish_state(self) -> None:
         assert self.record is not None
-        state = CaptureState(self.record.epoch, self.record.pid, self.record.start_ticks, **self._counts)
+        state = CaptureState(self.record.epoch, self.record.pid, self.record.start_ticks, rank=0, **self._counts)
         self._publish_text(STATE_NAME, to_json(state))
 
     def _publish_text(self, name: str, text: str) -> None:

@@ -14,8 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-Kind = Literal["llama", "qwen3", "dsv3"]
-"""Llama; Qwen3 (with norms on queries and keys); DeepSeek-V3 (multi-head latent attention, mixture of experts)."""
+Kind = Literal["llama", "qwen3", "dsv3", "glm4moe", "granite"]
+"""Llama; Qwen3 (with norms on queries and keys); DeepSeek-V3 (multi-head latent attention, mixture of experts); GLM-4-MoE
+(mixture of experts with plain attention); Granite (multipliers on embeddings, residual, attention and logits)."""
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
 
 LAYERS: Final = 8
@@ -39,6 +40,10 @@ def make(kind: Kind, folder: Path, seed: int = 0) -> Path:
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        GraniteConfig,
+        GraniteForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Qwen3Config,
@@ -65,6 +70,10 @@ def make(kind: Kind, folder: Path, seed: int = 0) -> Path:
             model = LlamaForCausalLM(LlamaConfig(head_dim=32, **shape))
         elif kind == "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(head_dim=32, **shape))
+        elif kind == "glm4moe":
+            model = Glm4MoeForCausalLM(Glm4MoeConfig(head_dim=32, **_MOE, **shape))
+        elif kind == "granite":
+            model = GraniteForCausalLM(GraniteConfig(**_MULTIPLIERS, **shape))
         else:
             model = DeepseekV3ForCausalLM(DeepseekV3Config(**_MLA, **shape))
         for name, parameter in model.named_parameters():
@@ -98,6 +107,24 @@ def make_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
+_MOE: Final = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
+_MULTIPLIERS: Final = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
 _MLA: Final = {
     "q_lora_rank": 64,
     "kv_lora_rank": 32,

@@ -1,7 +1,8 @@
 """What SGLang lacks to run on a CPU; for hsx's tests and demo, never for a real server.
 
-Two things: the published torchvision, built for CUDA, must import beside a CPU torch; and multi-head latent attention needs
-a dispatch rule that SGLang has only for GPU backends (without it the numbers are silently wrong).
+Three things: the published torchvision, built for CUDA, must import beside a CPU torch; multi-head latent attention needs a
+dispatch rule that SGLang has only for GPU backends (without it the numbers are silently wrong); and DP attention, which
+pads each rank's batch, asks the attention backend for a length that torch_native does not tell (without it the server dies).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def declare_torchvision_ops() -> None:
 
 
 def register() -> None:
-    """SGLang's plugin entry point: with `HSX_TEST_MLA_ON_CPU=1`, adds the missing dispatch rule."""
+    """SGLang's plugin entry point: with `HSX_TEST_MLA_ON_CPU=1`, adds the missing dispatch rule, and the missing length."""
     if os.environ.get(MLA_VARIABLE) != "1":
         return
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
@@ -55,3 +56,7 @@ def register() -> None:
     handler.AttentionBackendRegistry.register(
         "torch_native", lambda attention, batch: handler._dispatch_mla_subtype(attention, batch)
     )
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1

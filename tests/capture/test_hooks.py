@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,13 +41,13 @@ class Model(torch.nn.Module):
 
 def runner():
     server = Thing(pp_size=1, dp_size=1)
-    config = Thing(num_hidden_layers=4, hidden_size=8, vocab_size=100)
+    config = Thing(num_hidden_layers=4, hidden_size=8, vocab_size=100, dtype=torch.bfloat16)
     return Thing(is_draft_worker=False, server_args=server, model_config=config, model=Model())
 
-def forward(hooks, rids, lengths, mode="EXTEND"):
+def forward(hooks, rids, lengths, mode="EXTEND", mm_inputs=None, input_embeds=None):
     ids = torch.arange(sum(lengths))
     batch = Thing(forward_mode=Thing(name=mode), rids=rids, extend_prefix_lens_cpu=[0] * len(rids), extend_seq_lens_cpu=lengths,
-                  input_ids=ids)
+                  input_ids=ids, mm_inputs=mm_inputs, input_embeds=input_embeds)
     def original(_runner, _batch):
         aux = [torch.ones(len(ids), 8)]
         hooks.before_logits(None, None, torch.zeros(len(ids), 8) + 2, None, None, aux)
@@ -57,6 +58,13 @@ folder = Path(sys.argv[1])
 record = record_from_json((folder / "server.json").read_text())
 first, second = Hooks(record, folder), Hooks(record, folder)
 first.after_load_model(None, runner())
+"""
+
+
+PARALLEL_STATE = "get_attn_tensor_model_parallel_rank = lambda: 0\nget_attn_tensor_model_parallel_world_size = lambda: 1\n"
+RUNTIME_CONTEXT = """
+class get_parallel:
+    attn_dp_size, attn_dp_rank, dp_rank = 1, 0, None
 """
 
 
@@ -74,7 +82,8 @@ def run(tmp_path: Path, folder: Path, program: str) -> str:
     package = tmp_path / "packages" / "sglang"
     (package / "srt" / "distributed").mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "0"\n')
-    (package / "srt" / "distributed" / "parallel_state.py").write_text("get_attn_tensor_model_parallel_rank = lambda: 0\n")
+    (package / "srt" / "distributed" / "parallel_state.py").write_text(PARALLEL_STATE)
+    (package / "srt" / "runtime_context.py").write_text(RUNTIME_CONTEXT)
     environment = {**os.environ, "PYTHONPATH": str(package.parent)}
     command = [sys.executable, "-c", PROGRAM + textwrap.dedent(program), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -132,3 +141,18 @@ def test_a_folder_that_cannot_be_locked_is_a_refusal(tmp_path: Path, folder: Pat
     assert (folder / REFUSAL_NAME).read_text().startswith("IsADirectoryError")
     assert not (folder / REPORT_NAME).exists()
     assert list(folder.glob("*.safetensors")) == []
+
+
+def test_requests_with_other_inputs_than_text_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
+    """An image's rows stand under placeholder ids, and embeddings have no ids at all. The text beside them is captured."""
+    program = """
+    forward(first, ["hsx1-0a0b0c0d-1-1-5", "hsx1-0a0b0c0d-2-1-3", "other"], [5, 3, 2], mm_inputs=[object(), None, object()])
+    forward(first, ["hsx1-0a0b0c0d-3-1-4"], [4], input_embeds=torch.ones(4, 8))
+    """
+    run(tmp_path, folder, program)
+    said = {path.name: json.loads(path.read_text())["reason"] for path in folder.glob("*.error")}
+    assert said == {
+        "hsx1-0a0b0c0d-1-1-5.error": "the request has multi-modal inputs (images, audio or video); expected text alone",
+        "hsx1-0a0b0c0d-3-1-4.error": "the batch has input embeddings in the place of token ids; expected ids",
+    }
+    assert [path.name for path in folder.glob("*.safetensors")] == ["hsx1-0a0b0c0d-2-1-3.safetensors"]

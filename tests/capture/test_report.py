@@ -25,6 +25,13 @@ REPORT = CaptureReport(
     norm_file="final_norm.f32",
     engine_version="0.5.23",
     plugin_version="0.1.0",
+    tp_size=1,
+    dp_size=1,
+    rank=0,
+    architecture="LlamaForCausalLM",
+    method="model",
+    head_multiplier=1.0,
+    dtype="bfloat16",
 )
 
 
@@ -72,3 +79,17 @@ def test_refusal_is_one_sentence_in_a_file(tmp_path: Path) -> None:
     write_refusal(tmp_path, "pp_size is 2;\n expected 1")
     assert (tmp_path / "capture.error").read_text() == "pp_size is 2; expected 1\n"
     assert [p.name for p in tmp_path.iterdir()] == ["capture.error"]
+
+
+def test_a_rank_has_a_report_and_a_norm_of_its_own(tmp_path: Path) -> None:
+    report = dataclasses.replace(REPORT, dp_size=2, rank=1, norm_file="final_norm.1.f32")
+    write_report(tmp_path, report, np.ones(4, np.float32))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["capture.1.json", "final_norm.1.f32"]
+    assert report_from_json((tmp_path / "capture.1.json").read_text()) == report
+    with pytest.raises(ValueError, match=r"expected 'final_norm\.1\.f32'"):
+        write_report(tmp_path, dataclasses.replace(report, norm_file="final_norm.f32"), np.ones(4, np.float32))
+
+
+def test_a_refusal_names_its_rank(tmp_path: Path) -> None:
+    write_refusal(tmp_path, "no room", rank=3)
+    assert (tmp_path / "capture.error").read_text() == "DP rank 3: no room\n"

@@ -72,7 +72,6 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--pp-size", "2"], "--pp-size is 2; expected 1"),
         ([*GOOD, "--pipeline-parallel-size=4"], "--pp-size is 4; expected 1"),
         ([*GOOD, "--pp-size", "1", "--pp-size", "2"], "--pp-size is 2; expected 1"),
-        ([*GOOD, "--dp-size", "2"], "--dp-size is 2; expected 1"),
         ([*GOOD, "--attn-cp-size", "2"], "--attn-cp-size is 2; expected 1"),
         ([*GOOD, "--disaggregation-mode", "prefill"], "--disaggregation-mode is prefill; expected null"),
         ([*GOOD, "--speculative-algorithm", "EAGLE"], "--speculative-algorithm is given; remove it"),
@@ -110,6 +109,10 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     [
         (Environment("", plugin=True, variables={}), "sglang is not installed in"),
         (Environment("0.5.10.post2", plugin=True, variables={}), "sglang is 0.5.10.post2; expected at least 0.5.11"),
+        (
+            Environment("0.5.99", plugin=True, variables={}, missing=("hook ModelRunner.forward: it is not there",)),
+            "sglang 0.5.99 is not as hsx knows it: hook ModelRunner.forward: it is not there",
+        ),
         (Environment("0.5.23", plugin=False, variables={}), "the entry point hsx of sglang.srt.plugins is missing"),
     ],
 )

@@ -12,7 +12,9 @@ import torch
 
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
-from hsx.capture.session import Session
+from hsx.capture.pool import Pool
+from hsx.capture.session import Batch, Session
+from hsx.capture.staging import Staging
 from hsx.capture.unrounded import Unrounded
 from hsx.core.epoch import LOCK_NAME, STATE_NAME, CaptureState, state_from_json
 from hsx.core.marker import Marker
@@ -20,11 +22,12 @@ from hsx.core.spec import CaptureSpec
 from hsx.dumps.reader import MappedDump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 SPEC = CaptureSpec((1, 3), "post_norm")
 WIDTH = 8
+FOREVER_S = 300.0
 LONG, SHORT = Marker("0a0b0c0d", 0, 1, 10), Marker("0a0b0c0d", 1, 1, 3)
 
 
@@ -53,9 +56,44 @@ def counter(folder: Path) -> Iterator[Counter]:
 
 
 @pytest.fixture
-def session(folder: Path, tmp_path: Path, counter: Counter) -> Session:
+def staging(folder: Path, tmp_path: Path, counter: Counter) -> Iterator[Staging]:
     writer = DumpWriter(folder, "epoch", SPEC, WIDTH, "model", "test 1")
-    return Session(writer, counter, len(SPEC.layers), Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
+    pool = Pool(1 << 20, SPEC.states, WIDTH, torch.float32)
+    staging = Staging(writer, counter, pool, Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
+    yield staging
+    staging.close()
+
+
+class Waiting(Session):
+    """Waits for the writer thread after each step, so that what it did can be looked at."""
+
+    def __init__(self, staging: Staging, layers: int) -> None:
+        super().__init__(staging, layers)
+        self.staging = staging
+
+    def begin(
+        self, rids: Sequence[str], prefix_lens: Sequence[int], extend_lens: Sequence[int], input_ids: torch.Tensor | None
+    ) -> Batch | None:
+        batch = super().begin(rids, prefix_lens, extend_lens, input_ids)
+        self.wait()
+        return batch
+
+    def finish(self, batch: Batch) -> None:
+        super().finish(batch)
+        self.wait()
+
+    def save(self, spent_ns: int = 0) -> None:
+        super().save(spent_ns)
+        self.wait()
+
+    def wait(self) -> None:
+        assert self.staging.flush(FOREVER_S)
+        assert self.staging.pool.staged_bytes == 0
+
+
+@pytest.fixture
+def session(staging: Staging) -> Session:
+    return Waiting(staging, len(SPEC.layers))
 
 
 def run(session: Session, chunks: list[tuple[Marker | str, int, torch.Tensor]], padding: int = 0) -> None:
@@ -192,14 +230,19 @@ def test_vanished_request_leaves_no_file(session: Session, folder: Path) -> None
     assert counts(folder) == (0, 0, 0, 40, 1)
 
 
-def test_the_state_is_never_ahead_of_the_dumps(session: Session, folder: Path) -> None:
-    """Between a dump's rename and the end of its forward the state file is the one of before."""
-    ids = torch.arange(3)
-    batch = session.begin([str(SHORT), "other"], [0, 0], [3, 1], torch.cat([ids, ids[:1]]))
+def test_states_shown_twice_fail(session: Session, folder: Path) -> None:
+    batch = session.begin([str(SHORT)], [0], [3], torch.arange(3))
     assert batch is not None
-    session.tensors(batch, *model(torch.cat([ids, ids[:1]])))
+    for _ in range(2):
+        session.tensors(batch, *model(torch.arange(3)))
     session.finish(batch)
-    assert names(folder) == [f"{SHORT}.safetensors"]
-    assert counts(folder) == (0, 0, 0, 0, 0)
-    session.save()
-    assert counts(folder) == (1, 1, 0, 1, 0)
+    assert "showed its states twice" in reason(folder, SHORT)
+    assert names(folder) == [f"{SHORT}.error"]
+
+
+def test_the_time_of_each_forward_is_told(session: Session, folder: Path) -> None:
+    for spent in (5_000, 7_000):
+        session.begin(["other"], [0], [1], torch.arange(1))
+        session.save(spent)
+    state = state_from_json((folder / STATE_NAME).read_text())
+    assert (state.forwards, state.forward_us, state.blocked_us, state.staged_bytes) == (2, 12, 0, 0)

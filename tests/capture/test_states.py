@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hsx.capture.states import stack_states
+from hsx.capture.states import copy_rows, split_states
+
+
+def stack_states(
+    aux: torch.Tensor | list[torch.Tensor] | None, final: torch.Tensor, rows: int, layers: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The block as it is in a host buffer, [rows, layers + 1, H]."""
+    out = torch.empty(rows, layers + 1, final.shape[-1], dtype=dtype)
+    copy_rows(split_states(aux, final, rows, layers), 0, out)
+    return out
 
 
 def layers(rows: int) -> list[torch.Tensor]:

@@ -62,8 +62,8 @@ def test_errors_come_first(folder: Path) -> None:
         ([], "is empty"),
         ([3, 1], "strictly rising"),
         ([1, 1], "strictly rising"),
-        ([0, 1], "has 0; expected 1 to 3 for a model of 4 layers"),
-        ([1, 4], "has 4; expected 1 to 3"),
+        ([-1, 1], "has -1; expected 0 to 3 for a model of 4 layers"),
+        ([1, 4], "has 4; expected 0 to 3"),
     ],
 )
 def test_a_capture_spec_that_the_model_cannot_give(folder: Path, layers: list[int], words: str) -> None:
@@ -73,7 +73,7 @@ def test_a_capture_spec_that_the_model_cannot_give(folder: Path, layers: list[in
     assert "capture.layers" not in finding.message  # the key is named beside it
 
 
-@pytest.mark.parametrize(("layers", "count"), [([2, 1], 1), ([0], 1), ([1, 60], 0)])
+@pytest.mark.parametrize(("layers", "count"), [([2, 1], 1), ([-1], 1), ([0, 60], 0)])
 def test_without_the_model_a_spec_is_judged_as_far_as_it_can_be(folder: Path, layers: list[int], count: int) -> None:
     found = findings(folder, {"capture": {"layers": layers}}, shape=None)
     assert len([finding for finding in found if finding.key == "capture.layers"]) == count

@@ -180,7 +180,7 @@ def test_changes_name_exactly_the_fields_that_differ(a: dict[str, str], b: dict[
 
 @pytest.mark.parametrize(
     ("layers", "words"),
-    [((), "empty"), ((2, 2), "rising"), ((0,), "1 to 7"), ((8,), "final state"), ((3, 9), "1 to 7")],
+    [((), "empty"), ((2, 2), "rising"), ((-1, 2), "0 to 7"), ((8,), "final state"), ((3, 9), "0 to 7")],
 )
 def test_a_spec_that_the_model_cannot_give_is_explained(layers: tuple[int, ...], words: str) -> None:
     assert words in " ".join(CaptureSpec(layers, "post_norm").problems(8))
@@ -196,3 +196,4 @@ def test_a_fit_spec_has_no_problems() -> None:
     spec = CaptureSpec((1, 4, 7), "pre_norm")
     assert spec.problems(8) == []
     assert spec.names == ("h_1", "h_4", "h_7", "pre_norm")
+    assert CaptureSpec((0, 7), "post_norm").problems(8) == []

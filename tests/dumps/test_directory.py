@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from hsx.core.epoch import (
     STATE_NAME,
     CaptureReport,
     EpochRecord,
+    report_name,
+    state_name,
     to_json,
 )
 from hsx.core.marker import Marker
@@ -44,7 +47,7 @@ def server(dump_dir: Path, epoch: str = EPOCH) -> Path:
     folder = dump_dir / epoch
     folder.mkdir(parents=True)
     record = EpochRecord(epoch, "b", 1, 1, "", ("x",), "m", "", (1,), "post_norm", "reference", "1", "1", "127.0.0.1", 1)
-    report = CaptureReport(epoch, (1,), "post_norm", WIDTH, 4, 100, 1e-6, "", "1", "1")
+    report = CaptureReport(epoch, (1,), "post_norm", WIDTH, 4, 100, 1e-6, "", "1", "1", 1, 1, 0, "M", "model", 1.0, "bfloat16")
     (folder / RECORD_NAME).write_text(to_json(record))
     (folder / REPORT_NAME).write_text(to_json(report))
     return folder
@@ -105,31 +108,48 @@ async def kind_of(task: asyncio.Task[None]) -> str:
 
 
 def test_state_is_none_until_the_capture_side_counts(dumps: DumpDirectory, folder: Path) -> None:
-    assert dumps.state() is None
+    assert dumps.states() == {}
     counter = Counter(folder, EPOCH)
     counter.add(sequence=3, published=3, foreign=1)
     counter.save()
-    assert dumps.state() == counter.state
+    assert dumps.states() == {0: counter.state}
     counter.close()
+
+
+def test_each_rank_has_a_state_and_a_report_of_its_own(dumps: DumpDirectory, folder: Path) -> None:
+    counters = [Counter(folder, EPOCH, rank) for rank in (0, 11)]
+    counters[1].add(sequence=5, published=5)
+    counters[1].save()
+    assert dumps.states() == {0: counters[0].state, 11: counters[1].state}
+    report = dumps.report()
+    assert report is not None
+    assert dumps.report(11) is None
+    (folder / report_name(11)).write_text(to_json(replace(report, rank=11)))
+    assert dumps.report(11) == replace(report, rank=11)
+    for counter in counters:
+        counter.close()
+    shutil.copy(folder / state_name(11), folder / state_name(2))
+    with pytest.raises(EngineError, match=f"counter.2.json is of epoch {EPOCH}, rank 11; expected {EPOCH}, rank 2"):
+        dumps.states()
 
 
 def test_a_broken_state_file_and_one_of_another_epoch_are_errors(dumps: DumpDirectory, dump_dir: Path, folder: Path) -> None:
     (folder / STATE_NAME).write_text("{")
     with pytest.raises(EngineError, match="cannot be read") as caught:
-        dumps.state()
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
     counter = Counter(server(dump_dir, OTHER), OTHER)
     counter.close()
     shutil.copy(dump_dir / OTHER / STATE_NAME, folder / STATE_NAME)
-    with pytest.raises(EngineError, match=f"is of epoch {OTHER}; expected {EPOCH}") as caught:
-        dumps.state()
+    with pytest.raises(EngineError, match=f"is of epoch {OTHER}, rank 0; expected {EPOCH}") as caught:
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
 
 
 def test_an_unreadable_record_is_an_error(dumps: DumpDirectory, folder: Path) -> None:
     (folder / STATE_NAME).mkdir()
     with pytest.raises(EngineError, match="Is a directory") as caught:
-        dumps.state()
+        dumps.states()
     assert caught.value.kind == "epoch_unknown"
 
 
@@ -238,7 +258,7 @@ def test_a_dump_that_went_with_its_folder_is_not_the_samples_fault(dumps: DumpDi
         dumps.open(MARKER)
     assert gone.value.kind == "staging_gone"
     assert dumps.names() == []
-    assert dumps.state() is None
+    assert dumps.states() == {}
     assert dumps.peek(MARKER) is None
     dumps.remove(MARKER)
 
@@ -314,6 +334,7 @@ async def test_an_empty_note_means_that_not_even_the_reason_had_room(dumps: Dump
 def test_folders_of_dead_servers_vanish_with_their_records(dumps: DumpDirectory, dump_dir: Path) -> None:
     dead = server(dump_dir, OTHER)
     Counter(dead, OTHER).close()
+    Counter(dead, OTHER, 3).close()
     assert {path.name for path in dead.iterdir()} >= {LOCK_NAME, STATE_NAME}
     (dead / f"{STATE_NAME}.part").write_text("killed before the rename")
     publish(dead, Marker("ffffffff", 1, 1, 3))

@@ -294,12 +294,34 @@ async def test_facts_of_a_fit_server() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, 1),
+        ({"dp_size": 4}, 4),
+        ({"dp_size": 4, "enable_dp_attention": True}, 4),
+        ({"dp_size": 1, "attn_dp_size": 8, "enable_dp_attention": True}, 8),
+        ({"dp_size": 2, "attn_dp_size": 1}, 2),
+    ],
+)
+async def test_data_parallel_ranks_are_counted_with_or_without_dp_attention(settings: dict[str, object], ranks: int) -> None:
+    async with answering(says(200, {**INFO, **settings})) as client:
+        facts = await client.facts()
+    assert (facts.dp_size, facts.problems) == (ranks, ())
+
+
+async def test_a_server_that_does_not_say_how_many_ranks_it_has_is_refused() -> None:
+    async with answering(says(200, {**INFO, "dp_size": None})) as client:
+        with pytest.raises(EngineError, match="dp_size None, attn_dp_size 1; expected integers") as caught:
+            await client.facts()
+    assert caught.value.kind == "server_protocol"
+
+
+@pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
         ("disable_radix_cache", False, "--disable-radix-cache"),
         ("disable_radix_cache", ..., "--disable-radix-cache"),
         ("pp_size", 2, "--pp-size 1"),
-        ("dp_size", 4, "--dp-size 1"),
         ("speculative_algorithm", "EAGLE3", "--speculative-algorithm"),
         ("allow_auto_truncate", True, "--allow-auto-truncate"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode"),

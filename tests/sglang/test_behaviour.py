@@ -91,9 +91,15 @@ def test_state_file_counts(server: CaptureServer) -> None:
         before,
         sequence=before.sequence + 3,
         published=before.published + 3,
-        foreign=before.foreign + 1,
+        foreign=before.foreign + 2,  # the fence behind them included
         failed=before.failed + 1,
+        staged_peak_bytes=after.staged_peak_bytes,
+        forward_us=after.forward_us,
+        forwards=after.forwards,
     )
+    assert 0 < before.forward_us < after.forward_us
+    assert before.forwards < after.forwards
+    assert after.staged_peak_bytes > 0
     assert after.sequence == after.published == max(server.dump(m)[0].sequence for m in mine)
     record = record_from_json((server.dumps / "server.json").read_text())
     assert after.epoch == record.epoch
@@ -175,3 +181,10 @@ def test_same_prompt_twice_gives_the_same_dump(server: CaptureServer) -> None:
     asyncio.run(server.generate({str(second): IDS[:300]}))
     a, b = server.dump_float32(first), server.dump_float32(second)
     assert (np.linalg.norm(a - b, axis=-1) / np.linalg.norm(a, axis=-1)).max() < 1e-5
+
+
+def test_nothing_stays_staged(server: CaptureServer) -> None:
+    """After everything that the tests above did, aborts included."""
+    (state,) = server.states()
+    assert state.staged_bytes == 0
+    assert 0 < state.staged_peak_bytes <= 1 << 30

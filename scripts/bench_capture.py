@@ -1,0 +1,255 @@
+"""What capture costs the server: prefill tokens/s with the plugin and its dumps consumed, over a bare server. On a CPU.
+
+    python scripts/bench_capture.py [--lengths 100,500,2000] [--tokens 16000] [--rounds 5] [--concurrency 8] [--chunk 2048]
+                                    [--model FOLDER] [--python INTERPRETER] [--out FILE]
+
+Two real servers of the same model run side by side, one bare, one with the plugin; an idle one sleeps. For each prompt length
+they take turns, in an order drawn anew for each round: the same prompts, as many at once; what counts is the time from the
+first request to the last answer. The dumps go to /dev/shm and are consumed meanwhile by a process of hsx's own: each is mapped,
+judged by every content invariant, written to a shard, and unlinked, as in a run.
+
+For each length: `x_bare_prefill`, the median of the rounds' ratios of tokens/s (goal: at least 0.95), and the smallest and the
+largest of them; `us_per_forward`, what the plugin itself spent in the forward path, from its state file, and `blocked_us`, what
+it waited for the pool; `late_ms`, the longest time from the last answer of a turn to its last dump. For all: `us_per_chunk`,
+from the line that the plugin leaves in the server's log at its end (`capture.closed`, which is printed).
+
+Trust the ratios, on a machine with nothing else to do. The tiny model is the harder test: its forward takes a millisecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hsx.core.dump import SUFFIX
+from hsx.core.invariants import Evidence, judge_dump
+from hsx.core.layout import StoreLayout
+from hsx.core.marker import Marker, parse
+from hsx.core.spec import CaptureSpec
+from hsx.dumps.measure import measure
+from hsx.dumps.reader import MappedDump
+from hsx.ports import Payload, Row
+from hsx.stores.group import create_store
+from hsx.stores.root import attach_roots
+from hsx.stores.token_writer import TokenTableWriter
+from hsx.testing import tiny_models
+from hsx.testing.capture_server import CaptureServer
+from hsx.testing.sglang_job import interpreter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hsx.core.epoch import CaptureState
+
+ROOT: Final = Path(__file__).parents[1]
+RUN: Final = "be4c4000"
+SPEC: Final = CaptureSpec((2, 4, 6), "post_norm")
+GOAL: Final = 0.95
+STOP_S: Final = 60.0
+
+
+class Bare(CaptureServer):
+    """The same server without `hsx serve`, hence without capture."""
+
+    def command(self) -> list[str]:
+        """The server's own command line."""
+        self.dumps.mkdir(parents=True)
+        own = ["--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
+        return [str(self.python), "-m", "sglang.launch_server", *own, *self.base, *self.arguments]
+
+
+def consume(folder: Path, target: Path, samples: int, longest: int, width: int) -> None:
+    """Consumes dumps until it is ended: what a run does with each, its ledger aside."""
+    layout = StoreLayout(samples, longest, SPEC.states, width)
+    with TokenTableWriter(target / "store") as table:
+        for index in range(samples):
+            table.add(Row(f"s{index}", np.zeros(1, np.int32), np.ones(1, np.uint8), index + 1))
+        table.finish({"sha256": "none"}, {})
+    (target / "root").mkdir()
+    _, (root,) = attach_roots(create_store(target / "store", layout, SPEC, {}), {"bench": target / "root"})
+    (target / "ready").touch()
+    while True:
+        names = [name for name in os.listdir(folder) if name.endswith(SUFFIX)] if folder.exists() else []  # noqa: PTH208 - names alone
+        for name in names:
+            marker = parse(name.removesuffix(SUFFIX))
+            if marker is None:
+                continue
+            dump = MappedDump(folder / name)
+            content = measure(dump.states, dump.input_ids, dump.input_ids)
+            header = dump.header
+            violation = judge_dump(Evidence(marker, header.epoch, SPEC, width, header, content))
+            if violation is not None:
+                raise RuntimeError(f"{marker}: {violation}")
+            ids = np.array(dump.input_ids)
+            payload = Payload(marker, header.epoch, header.sequence, ids, dump.states, content.crcs, dump.source)
+            root.write(payload)
+            dump.close()
+            (folder / name).unlink()
+        if not names:
+            time.sleep(0.002)
+
+
+def prompts(length: int, tokens: int, first: int, vocabulary: int) -> dict[str, NDArray[np.int32]]:
+    """As many prompts of one length as `tokens` make, at least two, each under a marker of its own."""
+    rng = np.random.default_rng(first)
+    count = max(2, round(tokens / length))
+    markers = [Marker(RUN, first + number, 1, length) for number in range(count)]
+    return {str(marker): rng.integers(5, vocabulary, length).astype(np.int32) for marker in markers}
+
+
+async def turn(server: CaptureServer, batch: dict[str, NDArray[np.int32]], concurrency: int) -> float:
+    """Seconds that the server takes for the prompts, so many at once."""
+    limit = asyncio.Semaphore(concurrency)
+
+    async def one(rid: str) -> None:
+        async with limit:
+            await server.generate({rid: batch[rid]}, settle=False)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one(rid) for rid in batch))
+    return time.perf_counter() - began
+
+
+def wait_for(server: CaptureServer, published: int) -> float:
+    """Seconds until the plugin has published so many dumps and the last of them is consumed."""
+    began = time.perf_counter()
+    published_at = 0.0
+    while True:
+        state = the_state(server)
+        if state.failed or state.incomplete:
+            raise RuntimeError(f"capture failed: {state}\n{server.log_tail()}")
+        if state.published >= published:
+            published_at = published_at or time.perf_counter() - began
+            if not list(server.dumps.glob(f"*{SUFFIX}")):
+                return published_at
+        time.sleep(0.002)
+
+
+def the_state(server: CaptureServer) -> CaptureState:
+    """The plugin's account."""
+    (state,) = server.states()
+    return state
+
+
+def bench(args: argparse.Namespace, folder: Path, shared: Path) -> dict[str, Any]:
+    """Both servers, all lengths, all rounds."""
+    model = args.model or tiny_models.make("llama", folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    arguments = ["--chunked-prefill-size", str(args.chunk), "--max-total-tokens", "65536", "--dtype", args.dtype]
+    python = args.python or interpreter()
+    bare = Bare(python, folder / "bare", model, SPEC.layers, arguments=arguments)
+    ours = CaptureServer(
+        python, folder / "ours", model, SPEC.layers, arguments=arguments, variables={"HSX_CAPTURE_FLOAT32": ""}
+    )
+    (folder / "ours").mkdir()
+    (folder / "ours" / "dumps").symlink_to(shared)
+    per_length = {length: len(prompts(length, args.tokens, 0, 100)) for length in args.lengths}
+    samples = sum(per_length.values()) * (args.rounds + 1)
+    report: dict[str, Any] = {"model": model.name, "rounds": args.rounds, "concurrency": args.concurrency, "chunk": args.chunk}
+    (folder / "consumed").mkdir()
+    command = [sys.executable, __file__, "--consume", *map(str, (ours.dumps, folder / "consumed", samples, max(args.lengths)))]
+    consumer = subprocess.Popen([*command, str(config["hidden_size"])])
+    first = done = 0
+    report["lengths"] = {}
+    try:
+        with bare, ours:
+            for length in args.lengths:
+                ratios, late, speeds, before = [], 0.0, [], the_state(ours)
+                for number in range(args.rounds + 1):
+                    batch = prompts(length, args.tokens, first, config["vocab_size"])
+                    first += len(batch)
+                    seconds: dict[str, float] = {}
+                    for server in random.Random(number).sample([bare, ours], 2):
+                        seconds[server.folder.name] = asyncio.run(turn(server, batch, args.concurrency))
+                        if server is ours:
+                            done += len(batch)
+                            late = max(late, wait_for(ours, done))
+                    if consumer.poll() is not None:
+                        raise RuntimeError(f"the consumer ended with {consumer.returncode}")
+                    if number:  # the first round warms up
+                        ratios.append(seconds["bare"] / seconds["ours"])
+                        speeds.append(length * len(batch) / seconds["bare"])
+                    else:
+                        before = the_state(ours)
+                after = the_state(ours)
+                forwards = after.forwards - before.forwards
+                row = {
+                    "x_bare_prefill": round(statistics.median(ratios), 3),
+                    "smallest": round(min(ratios), 3),
+                    "largest": round(max(ratios), 3),
+                    "bare_tokens_per_s": round(statistics.median(speeds)),
+                    "us_per_forward": round((after.forward_us - before.forward_us) / max(1, forwards), 1),
+                    "forwards": forwards,
+                    "blocked_us": after.blocked_us - before.blocked_us,
+                    "peak_staged_bytes": after.staged_peak_bytes,
+                    "late_ms": round(1e3 * late, 1),
+                }
+                report["lengths"][str(length)] = row
+                sys.stdout.write(f"{length:>6} tokens  " + "  ".join(f"{key} {value}" for key, value in row.items()) + "\n")
+                sys.stdout.flush()
+            report["closed"] = closing_line(ours)
+    finally:
+        consumer.kill()
+        consumer.wait()
+    figures = dict(part.split("=", 1) for part in report["closed"].split() if "=" in part)
+    report["us_per_chunk"] = float(figures.get("us_per_chunk", "nan"))
+    sys.stdout.write(f"server log at its end: {report['closed'] or 'nothing: it was killed'}\n")
+    return report
+
+
+def closing_line(server: CaptureServer) -> str:
+    """Ends the server as an operator does, and returns what the plugin says in its log then; "" where it says nothing."""
+    record = json.loads((server.dumps / "server.json").read_text())
+    os.kill(record["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
+        lines = [line for line in server.log.read_text(errors="replace").splitlines() if "capture.closed" in line]
+        if lines:
+            return lines[-1][lines[-1].index("capture.closed") :]
+        time.sleep(0.2)
+    return ""
+
+
+def main() -> int:
+    """Writes the report; 1 where a ratio misses the goal."""
+    if sys.argv[1:2] == ["--consume"]:
+        folder, target, samples, longest, width = sys.argv[2:]
+        consume(Path(folder), Path(target), int(samples), int(longest), int(width))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[100, 500, 2000])
+    parser.add_argument("--tokens", type=int, default=16000, help="tokens of a server's turn")
+    parser.add_argument("--rounds", type=int, default=5, help="without the one that warms up")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--model", type=Path, help="a model of at least 7 layers; default: the tiny Llama of the tests")
+    parser.add_argument("--python", type=Path, help="interpreter of the SGLang environment")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "capture.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hsx-bench-") as shared:
+        report = bench(args, Path(folder), Path(shared))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    missed = [length for length, row in report["lengths"].items() if row["x_bare_prefill"] < GOAL]
+    sys.stdout.write(
+        f"{args.out}: " + (f"below {GOAL} at {', '.join(missed)} tokens\n" if missed else f"at least {GOAL} everywhere\n")
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""Staging against a plain synchronous account of the same forwards: for any schedule the same files, numbers and counts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsx.capture.counter import Counter
+from hsx.capture.dumpwriter import DumpWriter
+from hsx.capture.pool import Pool
+from hsx.capture.session import Session
+from hsx.capture.staging import Staging
+from hsx.core.epoch import STATE_NAME, state_from_json
+from hsx.core.marker import Marker
+from hsx.core.spec import CaptureSpec
+from hsx.dumps.reader import MappedDump
+
+SPEC = CaptureSpec((1,), "post_norm")
+WIDTH = 8
+FOREVER_S = 300.0
+MARKERS = [Marker("0a0b0c0d", index, 1, tokens) for index, tokens in enumerate((1, 3, 7, 20, 50, 200))]
+
+
+class Refusing(DumpWriter):
+    """Has no room for some markers."""
+
+    refused: frozenset[Marker] = frozenset()
+
+    def begin(self, marker: Marker) -> None:
+        if marker in self.refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().begin(marker)
+
+
+# One chunk of a forward: which marker, how many tokens at most, and whether its request begins again with it.
+CHUNK = st.tuples(st.integers(0, len(MARKERS) - 1), st.integers(1, 60), st.booleans())
+FORWARDS = st.lists(st.lists(CHUNK, min_size=1, max_size=4, unique_by=lambda chunk: chunk[0]), min_size=1, max_size=16)
+
+
+@settings(max_examples=40)
+@given(FORWARDS, st.sets(st.sampled_from(MARKERS), max_size=2), st.sampled_from([256, 1024, 1 << 16]))
+def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[Marker], pool_bytes: int) -> None:
+    done = dict.fromkeys(MARKERS, 0)
+    tries = dict.fromkeys(MARKERS, 0)
+    whole: list[Marker] = []
+    begun: set[Marker] = set()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        counter = Counter(folder, "epoch")
+        writer = Refusing(folder, "epoch", SPEC, WIDTH, "model", "test 1")
+        writer.refused = frozenset(refused)
+        staging = Staging(writer, counter, Pool(pool_bytes, SPEC.states, WIDTH, torch.bfloat16))
+        session = Session(staging, len(SPEC.layers), patience_s=FOREVER_S)
+        for forward in forwards:
+            chunks = []
+            for index, count, again in forward:
+                marker = MARKERS[index]
+                if again and marker not in whole:
+                    done[marker] = 0
+                if done[marker] == 0:
+                    tries[marker] += marker not in whole
+                count = min(count, marker.tokens - done[marker])
+                if count:
+                    chunks.append((marker, done[marker], count))
+                    done[marker] += count
+                    begun.add(marker)
+                    if done[marker] == marker.tokens:
+                        whole.append(marker)
+            ids = torch.cat([content(m, tries[m])[o : o + n] for m, o, n in chunks] or [torch.zeros(0)])
+            batch = session.begin([str(m) for m, _, _ in chunks], [o for _, o, _ in chunks], [n for _, _, n in chunks], ids)
+            if batch is not None:
+                states = ids.float()[:, None].repeat(1, WIDTH)
+                session.tensors(batch, [states], states + 1)
+                states += 100
+                session.finish(batch)
+            session.save()
+        assert staging.flush(FOREVER_S)
+        state = state_from_json((folder / STATE_NAME).read_text())
+        published = [marker for marker in whole if marker not in refused]
+        for number, marker in enumerate(published, 1):
+            dump = MappedDump(folder / f"{marker}.safetensors")
+            ids = content(marker, tries[marker])
+            assert dump.header.sequence == number
+            assert dump.input_ids.tolist() == ids.tolist()
+            found = torch.from_numpy(dump.states.copy()).view(torch.bfloat16).float()
+            wanted = ids.float()[:, None].repeat(1, WIDTH)
+            assert torch.equal(found, torch.stack([wanted, wanted + 1], 1))
+            dump.close()
+        failed = begun & refused
+        assert {path.name for path in folder.glob("*.error")} == {f"{marker}.error" for marker in failed}
+        assert all(json.loads((folder / f"{m}.error").read_text())["errno"] == errno.ENOSPC for m in failed)
+        assert len(list(folder.glob("*.safetensors"))) == len(published)
+        assert (state.sequence, state.published, state.failed) == (len(published), len(published), len(failed))
+        assert state.staged_bytes == 0
+        assert state.staged_peak_bytes <= pool_bytes
+        staging.close()
+        counter.close()
+
+
+def content(marker: Marker, go: int) -> torch.Tensor:
+    """The ids of one go: small integers, exact in bf16, that differ from go to go."""
+    return torch.arange(marker.tokens) % 100 + 3 * marker.index + go
