@@ -118,9 +118,9 @@ WHERE ended IS NOT NULL AND reason IN ('advancing', 'alive', 'canary')
 """What version 1 knew of violations: those that failed an attempt, and those that voided an epoch for the run's sake."""
 COMMITTED: Final = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed'"
 """The fields of `hsx.ports.CommittedRow`, in order, of every committed sample."""
-SHARING: Final = COMMITTED + (
-    " AND same_as = (SELECT same_as FROM samples WHERE idx = ?) AND root = ? AND marker = ? ORDER BY idx"
-)
+SHARING: Final = f"""
+{COMMITTED} AND same_as = (SELECT same_as FROM samples WHERE idx = ?) AND root = ? AND marker = ? ORDER BY idx
+"""  # noqa: S608 - made of constants
 """Given (index, root, marker) of a committed sample: all whose shard there is the same file, where it has twins; else none."""
 VIOLATIONS_BY_INVARIANT: Final = "SELECT invariant, count(*) FROM violations GROUP BY invariant ORDER BY invariant"
 MIGRATIONS: Final[dict[int, str]] = {

@@ -341,7 +341,7 @@ class Store:
         return tuple(names)
 
     def captured_as(self, key: SupportsIndex | str) -> int:
-        """The sample whose prefill gave the shard of a committed one: itself, or one with the same prompt, whose shard it shares.
+        """The sample whose prefill gave a committed one's shard: itself, or one with the same prompt, whose shard it shares.
 
         Raises as `sample`.
         """

@@ -1,9 +1,9 @@
 """What a sealed store has besides: where each sample lies and its checksum, as arrays, and a manifest of every small file.
 
 `root` (int16, an index into its attribute `names`, -1 for none), `crc32c` (uint32, of the payload) and `committed` (uint8) have
-one value a sample; so has `captured_as` (int64), where samples with identical prompts share shards. `manifest.json` has the sha256 of each metadata and token file, the group's own included. The group's
-metadata is written last, with the attribute `sealed` and the metadata of all arrays consolidated: then the store is sealed, and
-before it is not.
+one value a sample; so has `captured_as` (int64), where samples with identical prompts share shards. `manifest.json` has the
+sha256 of each metadata and token file, the group's own included. The group's metadata is written last, with the attribute
+`sealed` and the metadata of all arrays consolidated: then the store is sealed, and before it is not.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SealedArrays:
         root: int16 [samples], an index into `names`; -1: not committed.
         crc32c: uint32 [samples], of the payload; 0 where not committed.
         committed: uint8 [samples] of 0 and 1.
-        captured_as: int64 [samples], the sample whose prefill gave the shard: itself, or one with the same prompt, with which it
-            shares the shard; empty in a store in which nothing is shared.
+        captured_as: int64 [samples], the sample whose prefill gave the shard: itself, or one with the same prompt, whose shard
+            it shares; empty in a store in which nothing is shared.
     """
 
     names: tuple[str, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +29,7 @@ def attempts(job: TinyJob) -> list[int]:
 def inodes(job: TinyJob) -> dict[int, int]:
     """The file that each sample's link leads to."""
     store = Store(job.loaded.store)
-    return {int(index): os.stat(store.shard_path(int(index))).st_ino for index in store.committed}
+    return {int(index): store.shard_path(int(index)).stat().st_ino for index in store.committed}
 
 
 async def test_a_prompt_is_prefilled_once_and_stored_for_each_sample(twin_job: TinyJob) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -56,7 +55,7 @@ def paths(job: TinyJob) -> dict[int, Path]:
 
 
 def inodes(job: TinyJob) -> dict[int, int]:
-    return {index: os.stat(path).st_ino for index, path in paths(job).items()}
+    return {index: path.stat().st_ino for index, path in paths(job).items()}
 
 
 def sharing(job: TinyJob) -> bool:

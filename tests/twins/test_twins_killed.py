@@ -6,7 +6,6 @@ hsx is killed as it makes a system call for the n-th time: a hard link (before t
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -62,4 +61,4 @@ def test_killed_at_a_system_call(twin_job_of: Callable[..., TinyJob], call: str,
         assert [ledger.sample(index).attempts for index in (2, 4, 5, 8)] == [0] * 4
     assert (report.ok, report.read, report.uncommitted) == (True, 10, 0)
     store = Store(job.loaded.store)
-    assert len({os.stat(store.shard_path(index)).st_ino for index in range(10)}) == 6
+    assert len({store.shard_path(index).stat().st_ino for index in range(10)}) == 6
