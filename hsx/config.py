@@ -85,7 +85,7 @@ class Capture(Section, frozen=True, kw_only=True):
     when_full: Literal["block", "fail"] = "block"
     """When that memory is full: `block` holds the forward up until there is room, a minute at most; `fail` fails the dump."""
     convert: bool = True
-    """Round a residual stream that the server keeps in float16 or float32 to bf16, to the nearest; off: such a server is refused."""
+    """Round a residual stream in float16 or float32 to bf16, to the nearest; off: such a server is refused."""
 
 
 class Engine(Section, frozen=True, kw_only=True):

@@ -182,9 +182,7 @@ class DumpWriter:
         return self._folder / f"{marker}{suffix}"
 
     def _header(self, marker: Marker, sequence: int) -> DumpHeader:
-        return DumpHeader(
-            marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine, self._rank
-        )
+        return DumpHeader(marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine, self._rank)
 
 
 def _write_all(fd: int, data: NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.int32], offset: int) -> None:

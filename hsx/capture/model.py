@@ -41,6 +41,10 @@ _FINAL_NORMS: Final = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_n
 _PLAIN_NORMS: Final = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0, "Gemma3RMSNorm": 1.0}
 """Classes that compute (weight + this) * x / rms(x)."""
 
+_SEVERAL_STREAMS: Final = ("DeepseekV4", "Gemma3n", "Glm5Next", "HYV4", "KimiK3", "Qwen4Exp")
+"""How class names of models with more than one residual stream, or a bank of them, begin: an input norm is given a mixture
+of these, which is no h_k."""
+
 Method = Literal["model", "norms"]
 
 
@@ -97,7 +101,8 @@ def choose_layers(model: torch.nn.Module, spec: CaptureSpec, model_layers: int) 
     wanted = tuple(k for k in spec.layers if k > 0)
     setters = [setter for name in SETTERS if (setter := getattr(model, name, None)) is not None]
     stack = _layer_stack(model, model_layers)
-    norms = {} if stack is None else {k: norm for k in spec.layers if (norm := _input_norm(stack[1][k])) is not None}
+    mixed = any(type(part).__name__.startswith(_SEVERAL_STREAMS) for part in (model, *model.children()))
+    norms = {} if stack is None or mixed else {k: norm for k in spec.layers if (norm := _input_norm(stack[1][k])) is not None}
     handed_out, refused = _hand_out(model, setters, wanted) if wanted and setters else ((), "")
     lacking = [k for k in spec.layers if k not in handed_out and k not in norms]
     if lacking:
@@ -105,6 +110,8 @@ def choose_layers(model: torch.nn.Module, spec: CaptureSpec, model_layers: int) 
         if wanted and not setters:
             refused = f"{name} has no {' or '.join(SETTERS)}"
         reason = refused or f"{name} hands out layers above h_0 only"
+        if mixed:
+            raise CaptureRefusedError(f"{reason}, and it has several residual streams, which its input norms mix")
         raise CaptureRefusedError(f"{reason}, and no input norms of {model_layers} decoder layers are found in it")
     body = stack[0] if stack is not None else _holders(model)[-1][0]
     return Layers(body, "model" if handed_out else "norms", handed_out, norms)

@@ -187,7 +187,7 @@ class Taps:
             if not torch.compiler.is_compiling():
                 self._seen.calls[k] = self._seen.calls.get(k, 0) + 1
                 with contextlib.suppress(ValueError):  # then it is missing, and whoever needs it says so
-                    self._seen.inputs[k] = norm_input((*inputs, *named.values()), output)[:rows].clone()
+                    self._seen.inputs[k] = norm_input(_operands(inputs, named), output)[:rows].clone()
 
         return seen
 
@@ -196,10 +196,15 @@ class Taps:
             return
         rows = None if self._takes_final else PROOF_ROWS
         with contextlib.suppress(ValueError):
-            self._seen.before = norm_input((*inputs, *named.values()), output)[:rows].clone()
+            self._seen.before = norm_input(_operands(inputs, named), output)[:rows].clone()
         given = output[0] if isinstance(output, tuple) else output
         if isinstance(given, torch.Tensor):
             self._seen.after = given[:rows].clone()
+
+
+def _operands(inputs: tuple[object, ...], named: dict[str, Any]) -> tuple[object, ...]:
+    """Input and residual of a norm's call; other arguments (`quant_linear`, in 0.5.18) are no states."""
+    return (*inputs, named["residual"]) if "residual" in named else inputs
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, rows: int) -> float:

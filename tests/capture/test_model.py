@@ -88,6 +88,19 @@ class EagleOnly(torch.nn.Module):
         self.model.layers_to_capture = [k + 1 for k in layers] if layers[0] == 1 else list(layers)
 
 
+class Deaf(CausalLM):
+    def set_dflash_layers_to_capture(self, layers: list[int]) -> None:
+        """Takes them and forgets them."""
+
+
+class Gemma3nForCausalLM(CausalLM):
+    """Has four residual streams; this name, and a setter that the real one has not."""
+
+
+class DeepseekV4ForCausalLM(Deaf):
+    """Has no setter, and input norms that are given a mixture of its residual streams."""
+
+
 class Flags(CausalLM):
     """As Qwen3-MoE: the layers themselves are told."""
 
@@ -111,11 +124,6 @@ class Wrapper(torch.nn.Module):
 
     def set_dflash_layers_to_capture(self, layers: list[int]) -> None:
         self.language_model.set_dflash_layers_to_capture(layers)
-
-
-class Deaf(CausalLM):
-    def set_dflash_layers_to_capture(self, layers: list[int]) -> None:
-        """Takes them and forgets them."""
 
 
 @pytest.mark.parametrize(
@@ -146,6 +154,11 @@ def test_layers_are_set_and_read_back_whatever_the_model_adds(
     assert set(found.norms) == set(spec.layers)
 
 
+def test_the_norms_of_several_streams_prove_nothing() -> None:
+    found = choose_layers(Gemma3nForCausalLM(), SPEC, N)
+    assert (found.method, found.handed_out, found.norms) == ("model", (2, 5), {})
+
+
 @pytest.mark.parametrize("model", [Deaf(), AddsTwo(), Body()], ids=lambda value: type(value).__name__)
 def test_a_model_that_hands_nothing_out_is_captured_at_its_norms(model: torch.nn.Module) -> None:
     found = choose_layers(model, SPEC, N)
@@ -173,6 +186,8 @@ def test_a_model_that_hands_nothing_out_is_captured_at_its_norms(model: torch.nn
         ),
         (CausalLM(torch.nn.Identity), CaptureSpec((0, 2), "post_norm"), "hands out layers above h_0 only, and no input norms"),
         (CausalLM(), CaptureSpec((2, 8), "post_norm"), "capture.layers has 8; expected 0 to 7"),
+        (DeepseekV4ForCausalLM(), SPEC, "to read back, and it has several residual streams, which its input norms mix"),
+        (Gemma3nForCausalLM(), CaptureSpec((0, 2), "post_norm"), "above h_0 only, and it has several residual streams"),
     ],
 )
 def test_refusals(model: torch.nn.Module, spec: CaptureSpec, message: str) -> None:

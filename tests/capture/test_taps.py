@@ -15,7 +15,7 @@ ROWS, WIDTH = 5, 4
 class Norm(torch.nn.Module):
     """Adds and norms in one where it is given a residual, which it updates in place, as SGLang's do."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> object:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, quant_linear: object = None) -> object:
         if residual is None:
             return x / 2
         residual += x
@@ -35,7 +35,7 @@ class Model:
         states = [one]
         residual = one.clone()
         first, *others = [norm if by_call else norm.forward for norm in [*self.norms, self.final.module]]
-        head = first(one)
+        head = first(one, quant_linear=self)
         for call in others:
             head, residual = call(one, residual=residual)
             states.append(residual.clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hsx.capture.targets import missing_at_run_time, missing_in_source
+from hsx.core.epoch import RECORD_NAME, RECORD_VARIABLE, REFUSAL_NAME, EpochRecord, to_json
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sglang_source.py"
 
@@ -183,3 +185,22 @@ def test_the_script_reads_wheels_and_folders(package: Path, tmp_path: Path) -> N
     assert "hook ModelRunner.load_model" in done.stdout
     assert run(tmp_path / "nothing").returncode == 2
     assert run().returncode == 2
+
+
+def test_the_plugin_refuses_by_the_hooks_name(package: Path, tmp_path: Path) -> None:
+    """SGLang would log the missing target and serve on; the boot gate reads what the plugin leaves in the epoch's folder."""
+    path = package / "srt/layers/logits_processor.py"
+    path.write_text(path.read_text().replace("def forward", "def apply"))
+    (package / "srt/server_args.py").write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = 1\n")
+    epoch = "11111111-2222-4333-8444-555555555555"
+    record = EpochRecord(epoch, "b", 1, 1, "", ("x",), "m", "", (1,), "post_norm", "sglang", "9.9", "0", "127.0.0.1", 1)
+    (tmp_path / RECORD_NAME).write_text(to_json(record))
+    program = f"import sys; sys.path.insert(0, {str(package.parent)!r})\nfrom hsx.capture.plugin import register\nregister()"
+    environment = {**os.environ, RECORD_VARIABLE: str(tmp_path / RECORD_NAME)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = (tmp_path / REFUSAL_NAME).read_text()
+    assert found.startswith(
+        "sglang 9.9 is not as hsx knows it: hook LogitsProcessor.forward: sglang.srt.layers.logits_processor."
+    )
+    assert found.endswith("is not there (type object 'LogitsProcessor' has no attribute 'forward')\n")

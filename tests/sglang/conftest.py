@@ -88,7 +88,7 @@ class Judge:
             self.worst_capture = max(self.worst_capture, float(own.max()))
             self.worst_stored = max(self.worst_stored, float(relative_error(widen(stored[:, slot]), all_states[k]).max()))
             for other in (k - 1, k + 1):
-                if other <= last:
+                if 0 <= other <= last:
                     missed = relative_error(captured[:, slot], all_states[other])
                     self.nearest = min(self.nearest, float(missed.min()))
                     self.nearest_ratio = min(self.nearest_ratio, float((missed / np.maximum(own, 1e-7)).min()))

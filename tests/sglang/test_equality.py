@@ -1,14 +1,16 @@
 """What the plugin captures in a real server is what Hugging Face computes: every token, every layer.
 
-64 prompts of 1 to 1500 tokens go to the server at once, chunks of 128 tokens shared between them. The errors are relative
-and per token: 1e-4 before rounding, 2^-8 for the bf16 dump, and both neighbours of each layer must miss by more than ten
-times that, or an off-by-one would pass.
+16 or 64 prompts of 1 to 1500 tokens go to the server at once, chunks of 37, 128 or 2048 tokens shared between them. The errors
+are relative and per token: 1e-4 before rounding, 2^-8 for the bf16 dump, and both neighbours of each layer must miss by more
+than ten times that, or an off-by-one would pass.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -19,7 +21,6 @@ from hsx.testing.capture_server import CaptureServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
     from typing import Any
 
     from hsx.testing.tiny_models import Kind
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CAPTURED, STORED = 1e-4, 2.0**-8
+RESULTS = Path(__file__).parents[2] / "build" / "compatibility"
+"""One file a case, for scripts/generate_compatibility.py."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,25 @@ class Case:
     final: Literal["post_norm", "pre_norm"]
     version: Literal["0.5.23", "0.5.18"] = "0.5.23"
     layers: tuple[int, ...] = (1, 4, 7)
+    chunk: int = 128
+    method: str = "model"
+    multiplier: float = 1.0
+    prompts: int = 64
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.final}-{self.version}"
 
 
 CASES = [
-    Case("llama", "post_norm"),
-    Case("qwen3", "pre_norm"),
-    Case("dsv3", "post_norm", layers=(2, 5)),
-    Case("llama", "pre_norm", "0.5.18"),
+    Case("llama", "post_norm", chunk=37),
+    Case("qwen3", "pre_norm", layers=(0, 1, 4, 7)),
+    Case("dsv3", "post_norm", layers=(2, 5), chunk=2048),
+    Case("glm4moe", "pre_norm", layers=(0, 2, 5), prompts=16),
+    Case("granite", "post_norm", layers=(0, 1, 7), method="norms", multiplier=0.25, prompts=16),
+    Case("llama", "pre_norm", "0.5.18", layers=(0, 1, 4, 7), chunk=2048),
+    Case("dsv3", "pre_norm", "0.5.18", layers=(2, 5), prompts=16),
 ]
+"""DeepSeek hands layers out packed in one tensor; GLM-4-MoE has the eagle3 setter alone; Granite has none."""
 
 
 def serve(server: CaptureServer, prompts: dict[Any, Any], model_layers: int, vocabulary: int) -> str:
@@ -96,12 +107,21 @@ def test_tiny_models(
 ) -> None:
     python = request.getfixturevalue("sglang_python" if case.version == "0.5.23" else "sglang_python_0518")
     model = tiny_model(case.kind)
-    prompts = samples(64, 1500, 1000, 4)
-    server = CaptureServer(python, tmp_path, model, case.layers, case.final, variables={"HSX_TEST_MLA_ON_CPU": "1"})
+    prompts = samples(case.prompts, 1500, 1000, 4)
+    arguments = ("--chunked-prefill-size", str(case.chunk))
+    variables = {"HSX_TEST_MLA_ON_CPU": "1"}
+    server = CaptureServer(python, tmp_path, model, case.layers, case.final, arguments=arguments, variables=variables)
     assert serve(server, prompts, 8, 1000) == case.version
+    report = server.report()
+    assert (report.method, report.dtype, report.head_multiplier) == (case.method, "float32", case.multiplier)
+    # What the plugin itself saw of it, on the first forward with a marker.
+    assert "capture.layers_proved" in server.log.read_text(encoding="utf-8", errors="replace")
     figures = judge(model, case.layers, case.final)
     compare(server, prompts, figures)
     assert figures.nearest > 10 * CAPTURED
+    result = {**asdict(case), "architecture": report.architecture, "worst": figures.worst_capture}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{case}.json").write_text(json.dumps(result, indent=1))
 
 
 def test_smollm2(
