@@ -58,6 +58,7 @@ class Outcome:
         store: the store's path.
         interrupted: a signal ended the run before the job was done.
         revoked: samples that were committed and taken back in this run.
+        shared: committed samples of the job that were not prefilled, as their prompt is that of another one.
     """
 
     committed: int
@@ -71,6 +72,7 @@ class Outcome:
     store: str
     interrupted: bool
     revoked: int = 0
+    shared: int = 0
 
 
 class Indexing:
@@ -341,7 +343,7 @@ async def _revoke_overdue(ledger: SqliteLedger, telemetry: Telemetry) -> None:
     """Does what a killed run had begun: takes back what a canary brought into doubt. The store follows the ledger."""
     for epoch, invariant, evidence in await ledger.overdue():
         rows = await ledger.revoke(epoch, invariant, evidence)
-        tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
+        tokens, nbytes = sum(row.tokens for row in rows), sum(row.own_bytes for row in rows)
         if rows:
             telemetry.samples_revoked(epoch, invariant, evidence, len(rows), tokens, nbytes)
 
@@ -366,6 +368,7 @@ def _outcome(loaded: LoadedConfig, telemetry: Telemetry, after: Counts, *, inter
         store=str(loaded.store),
         interrupted=interrupted,
         revoked=snapshot["progress"]["samples"]["revoked_by_run"],
+        shared=after.shared,
     )
 
 

@@ -117,4 +117,4 @@ def _found(marker: str, index: int, root: str, epoch: str, sequence: int, crc32c
     name = parse(marker)
     if name is None or name.canary:
         raise ShardError("record", path, f"is of {marker}; expected a sample's marker")
-    return Found(index, root, name.attempt, marker, epoch, sequence, 0, crc32c, 0.0)
+    return Found(index, root, name.attempt, marker, epoch, sequence, 0, crc32c, 0.0, shared=name.index != index)

@@ -66,6 +66,9 @@ class Dataset(Section, frozen=True, kw_only=True):
     """Longest sample allowed; default: the model's context length less 8, what SGLang keeps for itself."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: any bad row ends the job before it starts, with a list of them all; `skip`: they are recorded as rejected."""
+    identical: Literal["share", "extract"] = "share"
+    """Samples with identical prompts, id by id: `share`: prefilled once, their shards are hard links to one file; `extract`:
+    each is prefilled and stored by itself. It counts when the job's ledger is made; a later change has no effect."""
     chat_template: str = ""
     """Path of a Jinja chat template that replaces the tokenizer's own."""
 

@@ -49,6 +49,12 @@ BOUND: Final[dict[str, str]] = {
 PER_SAMPLE: Final = "sample.committed"
 """The canonical line of one sample: an audit trail in JSON, noise on a terminal."""
 
+PER_TWIN: Final = "sample.shared"
+"""The same for a sample whose prompt is another one's."""
+
+ONCE_A_SAMPLE: Final = frozenset((PER_SAMPLE, PER_TWIN))
+"""What a million samples would drown the rest with."""
+
 _MARKER: Final = "the attempt: `hsx1-<run>-<sample>-<attempt>-<tokens>`"
 _EPOCH: Final = "the server's epoch"
 _EVIDENCE: Final = "what was expected and what was found"
@@ -61,6 +67,9 @@ _COUNTS: Final = {
     "tokens_total": "tokens of all samples",
     "tokens_committed": "tokens of committed samples",
     "bytes_committed": "bytes of committed shards",
+    "shared": "committed samples whose prompt is another one's, and whose shard is a link to that one's",
+    "tokens_shared": "tokens of these",
+    "bytes_shared": "bytes of these, which are in no other count",
 }
 
 _ALL: Final = (
@@ -157,6 +166,22 @@ _ALL: Final = (
             "attempt": "number of the attempt",
             "adopted": "whether the dump was asked for by an earlier hsx",
             "timings": "seconds by step",
+            "unlogged": "samples committed since the last of these lines that got none, to keep the log small",
+        },
+        optional=frozenset({"id", "unlogged"}),
+    ),
+    Event(
+        PER_TWIN,
+        "info",
+        "One sample is durable without a prefill of its own: its prompt is that of another, and its shard a link to that "
+        "one's. Thinned out as `sample.committed` is, and together with it.",
+        fields={
+            "index": "the sample's",
+            "id": "the dataset's own id, where it is at hand",
+            "marker": "the attempt that was prefilled, and whose shard it is",
+            "tokens": "prompt tokens",
+            "bytes": "bytes of the shard file, which both share",
+            "root": "where it lies",
             "unlogged": "samples committed since the last of these lines that got none, to keep the log small",
         },
         optional=frozenset({"id", "unlogged"}),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 import msgspec
 import structlog
 
-from hsx.events import PER_SAMPLE, Level
+from hsx.events import ONCE_A_SAMPLE, Level
 from hsx.journal import leads_to_journal, with_priority
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import Processor
 
-__all__ = ["PER_SAMPLE", "Format", "LenientStream", "Level", "Thinned", "configure", "set_level"]
+__all__ = ["Format", "LenientStream", "Level", "Thinned", "configure", "set_level"]
 
 Format = Literal["auto", "json", "console"]
 
@@ -81,7 +81,7 @@ class Thinned:
 
     def __call__(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """A structlog processor. Raises structlog.DropEvent for a line too many."""
-        if event.get("event") != PER_SAMPLE:
+        if event.get("event") not in ONCE_A_SAMPLE:
             return event
         now = self._clock()
         earned = (now - self._looked) * self._per_second

@@ -82,6 +82,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec("hsx_tokens_committed_total", "counter", "", "Tokens committed by this run", _by_run("tokens")),
     MetricSpec("hsx_bytes_committed_total", "counter", "", "Bytes of shards committed by this run", _by_run("bytes")),
     MetricSpec(
+        "hsx_samples_shared_total",
+        "counter",
+        "",
+        "Samples committed by this run whose prompt is that of another one, without a prefill",
+        lambda data: data["progress"]["shared"]["samples_by_run"],
+    ),
+    MetricSpec(
         "hsx_samples_adopted_total",
         "counter",
         "",

@@ -30,7 +30,7 @@ from hsx.stores.group import open_store
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.root import MOVING
 from hsx.stores.shard import PARTIAL
-from hsx.stores.shard_copy import CopyStoppedError, ShardCopier
+from hsx.stores.shard_copy import CopyStoppedError, ShardCopier, copy_name
 from hsx.stores.shard_reader import ShardError
 from hsx.stores.view import UnionView, visible
 
@@ -196,7 +196,7 @@ class Mover:
         self._sync_view()
         self._discard()
         self._moved = moved
-        nbytes = sum(copy.row.nbytes for copy in moved)
+        nbytes = sum(copy.row.own_bytes for copy in moved)
         self._report.moved += len(moved)
         self._report.nbytes += nbytes
         self._heard(len(moved), nbytes)
@@ -217,8 +217,12 @@ class Mover:
         copies = []
         for row, target, future in futures:
             try:
-                copies.append(_Copy(row, target, future.result()))
+                copy = _Copy(row, target, future.result())
+                copies.append(copy)
                 self._reached("copied")
+                for twin in self._link_twins(pool, copy):
+                    copies.append(twin)  # one by one: what is there is cleared away, whatever comes
+                    self._reached("copied")
             except ShardError as error:
                 if self._ledger.row(row.index) == row:
                     self._blame(row, error)
@@ -229,6 +233,26 @@ class Mover:
             except RunError as error:
                 self._targets.failed(target, error)
         return copies
+
+    def _link_twins(self, pool: ThreadPoolExecutor, copy: _Copy) -> Iterator[_Copy]:
+        """Copies of the samples that share the shard of one: links to its copy, or copies where there are no hard links.
+
+        Raises RunError, CopyStoppedError.
+        """
+        for row in self._ledger.twins(copy.row):
+            partial = copy.partial.with_name(copy_name(row))
+            try:
+                partial.unlink(missing_ok=True)
+                os.link(copy.partial, partial)
+            except OSError:
+                if not self._targets.book(copy.target, row.nbytes):
+                    return  # they follow with the next batch
+                try:
+                    partial = pool.submit(self._copier, row, copy.target).result()
+                except ShardError as error:
+                    self._blame(row, error)
+                    continue
+            yield _Copy(row, copy.target, partial)
 
     def _copier(self, row: CommittedRow, target: str) -> Path:
         copier: ShardCopier | None = getattr(self._local, "copier", None)

@@ -58,6 +58,13 @@ class Targets:
             self._booked[chosen] += nbytes
         return chosen
 
+    def book(self, name: str, nbytes: int) -> bool:
+        """Whether a certain target takes another shard; False where it has no room for it, or has failed."""
+        fits = any(space.name == name and space.usable and space.room >= nbytes for space in self._spaces())
+        if fits:
+            self._booked[name] += nbytes
+        return fits
+
     def no_room(self, nbytes: int) -> RunError:
         """Why no target takes a shard: `roots_full` where one would with more room, else `root_unusable`."""
         rooms = "; ".join(f"{space.name}: {max(space.room, 0)} bytes of room" for space in self._spaces() if space.usable)

@@ -440,7 +440,7 @@ class Pipeline:
     async def _adopt(self, epoch: LiveEpoch, markers: list[Marker]) -> None:
         """Stores the newest sound dump of one sample; removes the others."""
         for marker in sorted(markers, key=lambda m: -m.attempt):
-            known = await self._parts.ledger.attempts_of(marker.index)
+            known = await self._parts.ledger.attempts_of(marker.index, hold=True)
             if known is not None and known[0] == "pending":
                 lease = known[1]
                 try:

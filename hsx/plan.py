@@ -79,6 +79,9 @@ class Plan:
         tokens_per_s: the rate that `hours` is reckoned with, if one is known.
         rate_source: where that rate comes from: `given`, `measured` or "".
         codec: how inner chunks are compressed; what that saves is not known before, and file sizes are the most that can be.
+        shared: further samples, in none of these numbers, whose prompts are identical with another one's: they take nothing.
+        shared_tokens: their tokens, which are not prefilled.
+        shared_bytes: what their shard files would take.
     """
 
     samples: int
@@ -96,6 +99,9 @@ class Plan:
     tokens_per_s: float | None
     rate_source: str
     codec: str
+    shared: int = 0
+    shared_tokens: int = 0
+    shared_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -149,6 +155,7 @@ def plan(
     tokens_per_s: float | None = None,
     rate_source: str = "",
     codec: str = "none",
+    shared: NDArray[np.int64] | None = None,
 ) -> Plan:
     """Plans a job.
 
@@ -162,13 +169,12 @@ def plan(
         tokens_per_s: a rate, if one is known.
         rate_source: `given` or `measured`.
         codec: `storage.codec`.
+        shared: tokens of the samples that are committed with another one, whose prompt is the same; not among `lengths`.
     """
     longest = int(lengths.max())
     layout = StoreLayout(len(lengths), longest, capture.states, hidden_size, codec=codec)
-    chunks = -(-lengths // layout.chunk_tokens)
-    # A shard's size depends on its number of inner chunks alone; a whole last chunk would pass the longest sample.
-    sizes = {count: layout.file_bytes(min(count * layout.chunk_tokens, longest)) for count in np.unique(chunks).tolist()}
-    shards = [sizes[count] for count in chunks.tolist()]
+    shards = _shards(layout, lengths)
+    saved = np.empty(0, np.int64) if shared is None else shared
     placed, unplaced = _place(roots, shards)
     token_bytes = bytes_per_token(capture, hidden_size)
     return Plan(
@@ -188,7 +194,18 @@ def plan(
         tokens_per_s=tokens_per_s,
         rate_source=rate_source if tokens_per_s else "",
         codec=codec,
+        shared=len(saved),
+        shared_tokens=int(saved.sum()),
+        shared_bytes=sum(_shards(layout, saved)),
     )
+
+
+def _shards(layout: StoreLayout, lengths: NDArray[np.int64]) -> list[int]:
+    """Size of each shard file: it depends on its number of inner chunks alone; a whole last chunk would pass the longest."""
+    chunks = -(-lengths // layout.chunk_tokens)
+    most = layout.max_tokens
+    sizes = {count: layout.file_bytes(min(count * layout.chunk_tokens, most)) for count in np.unique(chunks).tolist()}
+    return [sizes[count] for count in chunks.tolist()]
 
 
 def _place(roots: Sequence[RootSpace], shards: list[int]) -> tuple[tuple[RootPlan, ...], int]:

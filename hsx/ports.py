@@ -14,7 +14,7 @@ from hsx.core.dump import DumpHeader
 from hsx.core.epoch import CaptureReport, CaptureState, EpochRecord
 from hsx.core.invariants import Answer
 from hsx.core.lifecycle import State
-from hsx.core.marker import Marker
+from hsx.core.marker import Marker, parse
 from hsx.core.sample import Lease
 
 if TYPE_CHECKING:
@@ -380,8 +380,19 @@ class Root(Protocol):
         """
         ...
 
-    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
-        """bf16 bits [tokens, L, H] of a shard that is here, checked. Raises RunError `store_invalid`."""
+    def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
+        """bf16 bits [tokens, L, H] of a shard that is here, checked. Raises RunError `store_invalid`.
+
+        By its own record it has to be that of sample `captured_as` (default: `index`); see `CommittedRow`.
+        """
+        ...
+
+    def link(self, index: int, others: Sequence[int]) -> list[int]:
+        """Gives the shard of sample `index`, which is here, the names of uncommitted samples too, in place of what is there.
+
+        Durable only after `sync`. Returns those that have it now: not all where the file system takes no such link.
+        Raises RunError `root_unusable`.
+        """
         ...
 
     def sync(self) -> None:
@@ -452,6 +463,10 @@ class Observer(Protocol):
         sample_id: str = "",
     ) -> None:
         """A sample is durable."""
+        ...
+
+    def sample_shared(self, index: int, marker: Marker, tokens: int, nbytes: int, root: str, sample_id: str = "") -> None:
+        """A sample is durable that was not prefilled: its shard is that of `marker`, whose prompt is the same."""
         ...
 
     def attempt_failed(self, marker: Marker, reason: str, evidence: str, quarantined: bool) -> None:
@@ -532,6 +547,7 @@ class Commit:
         receipt: where and how the shard was written.
         timings: seconds spent per step, by name: `request`, `dump`, `validate`, `write`.
         adopted: the dump was found after a restart of hsx, not requested by this process.
+        shared: samples with the very same prompt that are committed with it: their shards are links to this one.
     """
 
     lease: Lease
@@ -541,6 +557,7 @@ class Commit:
     receipt: Receipt
     timings: dict[str, float]
     adopted: bool
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,10 +573,25 @@ class CommittedRow:
     epoch: str
     sequence: int
 
+    @property
+    def captured_as(self) -> int:
+        """The sample whose prefill gave the shard, as the shard's own record says: itself, or one with the same prompt."""
+        marker = parse(self.marker)
+        return self.index if marker is None else marker.index
+
+    @property
+    def own_bytes(self) -> int:
+        """What its shard adds to the disk: nothing, where it is a link to that of a sample with the same prompt."""
+        return self.nbytes if self.captured_as == self.index else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Samples of a job by state, and tokens and bytes committed."""
+    """Samples of a job by state, and tokens and bytes committed.
+
+    Of the committed ones, `shared` samples with `tokens_shared` tokens were not prefilled: their shards are links to that of a
+    sample with the same prompt. `bytes_shared` is what these would take; it is not part of `bytes_committed`.
+    """
 
     pending: int
     committed: int
@@ -568,20 +600,33 @@ class Counts:
     tokens_total: int
     tokens_committed: int
     bytes_committed: int
+    shared: int = 0
+    tokens_shared: int = 0
+    bytes_shared: int = 0
 
 
 class Ledger(Leases, Protocol):
     """The durable record of the job; every method returns after its transaction is durable."""
 
+    async def twins(self, indices: Sequence[int]) -> dict[int, list[int]]:
+        """For leased samples: the pending ones with the very same prompt, which are not handed out until `commit` or `fail`.
+
+        Each is named once. Samples without any are left out.
+        """
+        ...
+
     async def commit(self, group: Sequence[Commit]) -> None:
-        """Marks the samples committed, in one transaction.
+        """Marks the samples committed, and those that share their shards, in one transaction.
 
         Raises RunError `ledger_failed`, also where a sample is committed already.
         """
         ...
 
     async def fail(self, lease: Lease, marker: Marker, epoch: str, reason: str, evidence: str, *, quarantine: bool) -> None:
-        """Records a failed attempt by the sample's own fault, and frees or quarantines the sample."""
+        """Records a failed attempt by the sample's own fault, and frees or quarantines the sample.
+
+        With it go those of its twins that are pending: they would be the same request.
+        """
         ...
 
     async def epoch_began(self, record: EpochRecord, ranks: int = 1) -> bool:
@@ -666,8 +711,12 @@ class Ledger(Leases, Protocol):
         """The fact last recorded under `key`, by `remember` or `fix`; None where there is none."""
         ...
 
-    async def attempts_of(self, index: int) -> tuple[str, Lease] | None:
-        """State of one sample (`pending`, `committed`, `quarantined`) and the lease of its last attempt; None if unknown."""
+    async def attempts_of(self, index: int, *, hold: bool = False) -> tuple[str, Lease] | None:
+        """State of one sample (`pending`, `committed`, `quarantined`) and the lease of its last attempt; None if unknown.
+
+        With `hold`, before the first `acquire`: a pending sample counts as leased until then, or, where it is about to be
+        committed with a twin, as `shared`.
+        """
         ...
 
     async def next_canary(self) -> int:

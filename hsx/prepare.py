@@ -17,6 +17,7 @@ from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, translated
 from hsx.stores.tokens import TokenTable
+from hsx.twins import find_twins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,5 +106,6 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
     model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}
     run = ledger.new_run()
     store = create_store(loaded.store, layout, loaded.spec, model, run)
-    ledger.create(path, run, current, samples.lengths, recorded_bad_rows(loaded.state_dir))
+    same_as = find_twins(samples) if loaded.config.dataset.identical == "share" else None
+    ledger.create(path, run, current, samples.lengths, recorded_bad_rows(loaded.state_dir), same_as)
     return OpenJob(loaded.spec, shape, store, samples, path)

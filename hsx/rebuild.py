@@ -41,6 +41,7 @@ from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, transla
 from hsx.stores.root import flush_roots
 from hsx.stores.tokens import TokenTable
 from hsx.tidy import Tidied, tidy
+from hsx.twins import find_twins
 from hsx.verify import Damage
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class RebuildReport:
         refusals: the first of them.
         superseded: proved shards of older attempts, or of attempts that the copy knows to be revoked.
         missing: samples that the copy has as committed, and no sound shard was found of: they are pending.
+        shared: committed samples whose shards are links to that of another one, with the same prompt.
         epochs: lives of servers that are in the new ledger.
         partials, relinked, strays, untidy: see `hsx.tidy.Tidied`.
         not_copied: roots that could not take a copy of the new ledger, and why.
@@ -102,6 +104,7 @@ class RebuildReport:
     refusals: list[Damage] = field(default_factory=list)
     superseded: int = 0
     missing: int = 0
+    shared: int = 0
     epochs: int = 0
     partials: int = 0
     relinked: int = 0
@@ -156,6 +159,7 @@ def rebuild(loaded: LoadedConfig, *, lost: Sequence[str] = (), watch: Callable[[
         report.epochs = len(reader.epochs())
     report.samples = store.layout.samples
     report.committed, report.pending, report.quarantined = counts.committed, counts.pending, counts.quarantined
+    report.shared = counts.shared
     return report
 
 
@@ -237,7 +241,9 @@ def _build(loaded: LoadedConfig, store: StoreInfo, watch: Callable[[Reading], No
                 f"the shards of store {store.path} have no records (format {store.format}), and no root has a copy of the "
                 f"ledger ({BACKUP_NAME}); expected one of both",
             )
-        create(draft, report.run, _fingerprint(loaded, store, samples), samples.lengths, recorded_bad_rows(loaded.state_dir))
+        same_as = find_twins(samples) if loaded.config.dataset.identical == "share" else None
+        rejected = recorded_bad_rows(loaded.state_dir)
+        create(draft, report.run, _fingerprint(loaded, store, samples), samples.lengths, rejected, same_as)
     with closing(connect(draft)) as db, translated(draft):
         db.execute("BEGIN IMMEDIATE")
         merge = Merge(db)

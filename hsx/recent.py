@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.logs import PER_SAMPLE
+from hsx.events import ONCE_A_SAMPLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ class EventLog:
         self._logger.error(event, **fields)
 
     def _keep(self, level: str, event: str, fields: dict[str, object]) -> None:
-        if event == PER_SAMPLE:
+        if event in ONCE_A_SAMPLE:
             return
         self._next += 1
         kept = {name: _short(value) for name, value in fields.items()}

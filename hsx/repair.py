@@ -266,7 +266,7 @@ class _Hands:
                 if row.root in self._store.roots and row.root not in self.report.lost:
                     self._discard(row)
         self.report.tokens += sum(row.tokens for row in rows)
-        self.report.nbytes += sum(row.nbytes for row in rows)
+        self.report.nbytes += sum(row.own_bytes for row in rows)
         return rows
 
     def _discard(self, row: CommittedRow) -> None:
@@ -275,6 +275,12 @@ class _Hands:
             self.root(row.root).discard(row.index)
         except RunError as error:
             self.report.untidy[row.root] = error.message
+
+    def log_twin(self, row: CommittedRow, kind: str) -> None:
+        """A sample that is pending again as its shard is that of a damaged one."""
+        message = f"its shard is that of sample {row.captured_as}, or of another one with that prompt, which is damaged"
+        sample_id = self._samples.sample_id(row.index)
+        self.log.add("requeued", index=row.index, sample_id=sample_id, kind=kind, message=message, root=row.root)
 
     def forget(self, roots: Sequence[str]) -> StoreInfo:
         """The store without these roots, durably."""
@@ -372,6 +378,11 @@ class _Mending:
         self._hands.report.by_kind[kind] = self._hands.report.by_kind.get(kind, 0) + len(taken)
         for row, damage in pairs:
             self._log("requeued", damage, row)
+        damaged = {row.index for row, _ in pairs}
+        for row in taken:
+            if row.index not in damaged:
+                self._seen.add(row.index)
+                self._hands.log_twin(row, kind)
 
     def _fate(self, damage: Damage, row: CommittedRow | None) -> Fate:
         if damage.kind in RELINKED:

@@ -85,13 +85,14 @@ def seal(loaded: LoadedConfig, *, partial: bool, read: bool, watch: Callable[[Re
             found = verify(info.path, reader, fraction=1.0 if read else 0.0, watch=watch)
             if not found.ok:
                 return SealReport(str(info.path), sealed=False, committed=counts.committed, damage=found)
-            arrays = SealedArrays.empty(info)
+            arrays = SealedArrays.empty(info, shared=counts.shared > 0)
             for row in reader.committed():
-                arrays.put(row.index, row.root, row.crc32c)
+                arrays.put(row.index, row.root, row.crc32c, row.captured_as)
         facts = {
             "at": datetime.now(tz=UTC).isoformat(timespec="seconds"),
             "samples": _samples(counts),
             "committed": int(arrays.committed.sum()),
+            **({"shared": counts.shared} if counts.shared else {}),
             "verified": read,
         }
         return _told(write_seal(info, arrays, facts))

@@ -11,6 +11,7 @@ from hsx.errors import RunError
 from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from os import PathLike
 
     from numpy.typing import NDArray
@@ -51,6 +52,8 @@ class SampleView:
         marker: of the attempt that was committed.
         epoch: of the server that computed it.
         sequence: the capture counter.
+        captured_as: the sample whose prefill gave the shard: itself, or one with the same prompt.
+        twins: samples with the same prompt that share a prefill with it, by the ledger.
     """
 
     index: int
@@ -68,19 +71,24 @@ class SampleView:
     marker: str | None
     epoch: str | None
     sequence: int | None
+    captured_as: int | None = None
+    twins: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The view as JSON values."""
         return asdict(self)
 
 
-def show(store_path: str | PathLike[str], key: int | str, row: CommittedRow | None = None) -> SampleView:
+def show(
+    store_path: str | PathLike[str], key: int | str, row: CommittedRow | None = None, twins: Sequence[int] = ()
+) -> SampleView:
     """Looks at one sample.
 
     Args:
         store_path: the store.
         key: index or id; text that is no id but a decimal number is taken as an index.
         row: the ledger's entry, if there is one.
+        twins: samples with the same prompt, by the ledger.
 
     Raises:
         RunError: `sample_unknown`, `store_invalid` (no store, or a damaged shard).
@@ -107,6 +115,8 @@ def show(store_path: str | PathLike[str], key: int | str, row: CommittedRow | No
         marker=row.marker if row else None,
         epoch=row.epoch if row else None,
         sequence=row.sequence if row else None,
+        captured_as=row.captured_as if row else None,
+        twins=tuple(twins),
     )
 
 

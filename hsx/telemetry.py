@@ -17,7 +17,8 @@ import structlog
 from hsx.core.history import History
 from hsx.core.lifecycle import State
 from hsx.core.rates import Meter, eta
-from hsx.logs import PER_SAMPLE, configure
+from hsx.events import PER_SAMPLE, PER_TWIN
+from hsx.logs import configure
 from hsx.recent import EventLog
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Telemetry:
         self._adopted = 0
         self._quarantined = 0
         self._revoked: Counter[str] = Counter()
+        self._shared: Counter[str] = Counter()
         self._convicted = 0
         self._canary: dict[str, Any] = {"passed": 0, "time": None, "epoch": "", "sequence": 0}
         self._step_seconds: defaultdict[str, float] = defaultdict(float)
@@ -178,6 +180,19 @@ class Telemetry:
             attempt=attempt,
             adopted=adopted,
             timings={step: round(seconds, 4) for step, seconds in timings.items()},
+        )
+
+    def sample_shared(self, index: int, marker: Marker | str, tokens: int, nbytes: int, root: str, sample_id: str = "") -> None:
+        """A sample is durable without a prefill of its own: its shard is a link to that of `marker`, of the same prompt."""
+        self._shared.update(samples=1, tokens=tokens, bytes=nbytes)
+        self.log.info(
+            PER_TWIN,
+            index=index,
+            **({"id": sample_id} if sample_id else {}),
+            marker=str(marker),
+            tokens=tokens,
+            bytes=nbytes,
+            root=root,
         )
 
     def attempt_failed(self, marker: Marker | str, reason: str, evidence: str, quarantined: bool) -> None:
@@ -314,6 +329,12 @@ class Telemetry:
         before = self._before.bytes_committed if self._before else 0
         return before + self._bytes.total - self._revoked["bytes"]
 
+    @property
+    def bytes_settled(self) -> int:
+        """Those, and what samples would take besides whose shards are links to these."""
+        before = self._before.bytes_shared if self._before else 0
+        return self.bytes_committed + before + self._shared["bytes"]
+
     def _remember(self, kind: str, message: str, marker: str) -> None:
         self._errors.append({"time": self._wall(), "kind": kind, "message": message[:2000], "marker": marker})
 
@@ -331,6 +352,7 @@ class Telemetry:
             },
             "tokens": {"committed_by_run": self._tokens.total, "per_second": asdict(token_rates)},
             "bytes": {"committed_by_run": self._bytes.total, "per_second": asdict(self._bytes.rates(now))},
+            "shared": {f"{what}_by_run": self._shared[what] for what in ("samples", "tokens", "bytes")},
             "adopted": self._adopted,
             "step_seconds": {step: round(seconds, 4) for step, seconds in self._step_seconds.items()},
             "eta": {"seconds": None, "basis": "the job's totals are not known yet"},
@@ -338,17 +360,25 @@ class Telemetry:
         quarantined, rejected = self._quarantined, 0
         if before is not None:
             quarantined, rejected = quarantined + before.quarantined, before.rejected
-            revoked = self._revoked
-            committed = before.committed + self._samples.total - revoked["samples"]
-            tokens = before.tokens_committed + self._tokens.total - revoked["tokens"]
+            revoked, shared = self._revoked, self._shared
+            done = self._samples.total + shared["samples"]
+            committed = before.committed + done - revoked["samples"]
+            tokens = before.tokens_committed + self._tokens.total + shared["tokens"] - revoked["tokens"]
             progress["samples"] |= {
                 "total": before.pending + before.committed + before.quarantined,
                 "committed": committed,
-                "pending": max(0, before.pending - self._samples.total - self._quarantined + revoked["samples"]),
+                "pending": max(0, before.pending - done - self._quarantined + revoked["samples"]),
             }
             progress["tokens"] |= {"total": before.tokens_total, "committed": tokens}
             progress["bytes"] |= {"committed": self.bytes_committed}
-            progress["eta"] = asdict(eta(before.tokens_total - tokens, token_rates, age))
+            progress["shared"] |= {
+                "samples": before.shared + shared["samples"],
+                "tokens": before.tokens_shared + shared["tokens"],
+                "bytes": before.bytes_shared + shared["bytes"],
+            }
+            # What is left will be prefilled to the part that was so far.
+            prefilled = self._tokens.total / ((self._tokens.total + shared["tokens"]) or 1) or 1.0
+            progress["eta"] = asdict(eta(round((before.tokens_total - tokens) * prefilled), token_rates, age))
         state, reason, since = self._engine
         violations = self._violations_before + self._violations
         wall = self._wall()

@@ -171,7 +171,7 @@ class Syncing:
         if not taken:
             return False
         await self._store.revoke(taken)
-        tokens, nbytes = sum(row.tokens for row in taken), sum(row.nbytes for row in taken)
+        tokens, nbytes = sum(row.tokens for row in taken), sum(row.own_bytes for row in taken)
         self._observer.samples_revoked("", UNSYNCED, evidence, len(taken), tokens, nbytes)
         return True
 

@@ -259,5 +259,5 @@ class Vouching:
         if rows:
             self._revoked = True
             await self._store.revoke(rows)
-            tokens, nbytes = sum(row.tokens for row in rows), sum(row.nbytes for row in rows)
+            tokens, nbytes = sum(row.tokens for row in rows), sum(row.own_bytes for row in rows)
             self._observer.samples_revoked(epoch, violation.invariant, violation.evidence, len(rows), tokens, nbytes)

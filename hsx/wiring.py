@@ -207,7 +207,7 @@ class Wiring:
         return RootsSettings(
             reserves={root.name: root.reserve for root in self._loaded.roots},
             disks={name: folder.stat().st_dev for name, folder in folders.items()},
-            needed=lambda: max(0, most - self._telemetry.bytes_committed),
+            needed=lambda: max(0, most - self._telemetry.bytes_settled),
             draining=lambda name: is_draining(folders[name]),
         )
 
@@ -221,7 +221,7 @@ class Wiring:
 
         def sound(root: Root, row: CommittedRow) -> bool:
             with suppress(RunError):
-                return crc32c(root.read(row.index, row.tokens).reshape(-1).view(np.uint8)) == row.crc32c
+                return crc32c(root.read(row.index, row.tokens, row.captured_as).reshape(-1).view(np.uint8)) == row.crc32c
             return False
 
         return Syncing(

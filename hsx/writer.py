@@ -2,20 +2,21 @@
 
 The order is the promise. A shard is written and synced under a partial name and renamed (`Root.write`); the folders of a
 group's roots are synced; one ledger transaction commits the group; only then is a sample shown in the union view, and only
-after that may its caller drop the dump.
+after that may its caller drop the dump. Samples with the very same prompt are committed with it: their shards are hard links to
+that one, made before its folder is synced.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -129,7 +130,7 @@ class Writer:
         """
         if row.root not in self._roots:
             raise RunError("root_unusable", f"sample {row.index} lies on root {row.root!r}, which is not in service")
-        return self._roots[row.root].read(row.index, row.tokens), self._samples.input_ids(row.index)
+        return self._roots[row.root].read(row.index, row.tokens, row.captured_as), self._samples.input_ids(row.index)
 
     async def revoke(self, rows: Sequence[CommittedRow]) -> None:
         """Takes samples out of the store that the ledger has revoked: hides them first, and then discards their shards.
@@ -190,9 +191,15 @@ class Writer:
     async def _commit(self, group: list[Commit]) -> set[str]:
         """Commits a group but for the samples on roots that cannot be synced; returns the names of those roots."""
         loop = asyncio.get_running_loop()
-        roots = sorted({entry.receipt.root for entry in group})
-        syncs = [loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots]
         lost = set()
+        twins = await self._ledger.twins([entry.lease.sample.index for entry in group])
+        if twins:
+            group, failed = await loop.run_in_executor(self._sync_threads, self._link, group, twins)
+            for name, error in failed:
+                self._space.failed(name, error)
+                lost.add(name)
+        roots = sorted({entry.receipt.root for entry in group} - lost)
+        syncs = [loop.run_in_executor(self._sync_threads, self._roots[name].sync) for name in roots]
         for name, outcome in zip(roots, await asyncio.gather(*syncs, return_exceptions=True), strict=True):
             if isinstance(outcome, RunError):
                 self._space.failed(name, outcome)
@@ -224,7 +231,31 @@ class Writer:
                 adopted=entry.adopted,
                 sample_id=self._samples.sample_id(index),
             )
+            for twin in entry.shared:
+                self._observer.sample_shared(
+                    index=twin,
+                    marker=entry.marker,
+                    tokens=entry.lease.sample.tokens,
+                    nbytes=entry.receipt.nbytes,
+                    root=entry.receipt.root,
+                    sample_id=self._samples.sample_id(twin),
+                )
         return lost
+
+    def _link(self, group: list[Commit], twins: Mapping[int, list[int]]) -> tuple[list[Commit], list[tuple[str, RunError]]]:
+        """Links the shards of twins to those of a group; returns the group with those that are, and the roots that failed."""
+        failed: dict[str, RunError] = {}
+        linked = []
+        for entry in group:
+            index, name = entry.lease.sample.index, entry.receipt.root
+            shared: list[int] = []
+            if index in twins and name not in failed:
+                try:
+                    shared = self._roots[name].link(index, twins[index])
+                except RunError as error:
+                    failed[name] = error
+            linked.append(replace(entry, shared=tuple(shared)))
+        return linked, list(failed.items())
 
     def _show(self, group: list[Commit]) -> list[tuple[str, RunError]]:
         """Shows a group in the view, and removes what a killed writer may have left of its samples on other roots.
@@ -233,11 +264,13 @@ class Writer:
         """
         failed: dict[str, RunError] = {}
         for entry in group:
-            index = entry.lease.sample.index
-            self._view.link(index, entry.receipt.root)
+            indices = (entry.lease.sample.index, *entry.shared)
+            for index in indices:
+                self._view.link(index, entry.receipt.root)
             for name in self._roots.keys() - self._space.lost.keys() - failed.keys() - {entry.receipt.root}:
                 try:
-                    self._roots[name].discard(index)
+                    for index in indices:
+                        self._roots[name].discard(index)
                 except RunError as error:
                     failed[name] = error
         return list(failed.items())

@@ -23,6 +23,7 @@ from hsx.progress_view import duration
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.tokens import TokenTable
+from hsx.twins import followers, key
 
 if TYPE_CHECKING:
     import argparse
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     shape = read_model_shape(loaded.model)
     counts, measured = None, None
     if (loaded.state_dir / FILE_NAME).exists():
-        lengths, rejected, counts, measured = _left(loaded)
+        lengths, shared, rejected, counts, measured = _left(loaded)
     else:
-        lengths, rejected = survey(loaded, shape)
+        lengths, shared, rejected = survey(loaded, shape)
     if not len(lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         tokens_per_s=args.rate or measured,
         rate_source="given" if args.rate else "measured",
         codec=loaded.config.storage.codec,
+        shared=shared,
     )
     trials = None if args.sample is None else codecs.try_on(args.sample or str(loaded.store), shape.hidden_size)
     if args.json:
@@ -71,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE if result.fits else ExitCode.REFUSED
 
 
-def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], int, Counts, float | None]:
-    """Lengths of the samples that are neither committed nor quarantined, rejected rows, totals, and the rate so far."""
+def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], int, Counts, float | None]:
+    """What is neither committed nor quarantined: lengths of what is to be prefilled, and of what is committed with that.
+
+    Then rejected rows, totals, and the rate so far.
+    """
     lengths = TokenTable(loaded.store).lengths
     pending = np.ones(len(lengths), np.bool_)
     with LedgerReader(loaded.state_dir / FILE_NAME) as ledger:
@@ -80,19 +85,25 @@ def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], int, Counts, float |
             pending[row.index] = False
         for lost in ledger.quarantined():
             pending[lost.index] = False
+        shared = np.zeros(len(lengths), np.bool_)
+        for index, _ in ledger.followers():
+            shared[index] = pending[index]
         counts, measured = ledger.counts(), ledger.tokens_per_second()
-    return lengths[pending], counts.rejected, counts, measured
+    return lengths[pending & ~shared], lengths[shared], counts.rejected, counts, measured
 
 
-def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], int]:
-    """Reads the dataset once: tokens of each usable row, 8 bytes a row, and the number of bad rows.
+def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Reads the dataset once: tokens of each usable row to be prefilled, and of those with the prompt of an earlier one, in
+    16 bytes a row; then the number of bad rows.
 
     Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
     """
-    lengths, bad, rejected, unnamed = array("q"), list[BadRow](), 0, 0
+    lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
+    share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
+            keys.append(key(row.input_ids) if share else len(keys))
             continue
         rejected += 1
         unnamed += lacks_id(row)
@@ -107,7 +118,8 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], 
     if not lengths:
         hint = f"; {ADD_IDS}" if rejected and unnamed == rejected else ""
         raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one{hint}")
-    return np.frombuffer(lengths, np.int64), rejected
+    tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
+    return tokens[~shared], tokens[shared], rejected
 
 
 def _nothing_left(as_json: bool, counts: Counts | None) -> int:
@@ -127,6 +139,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
         f"tokens     {result.tokens}, {result.bytes_per_token} bytes each",
         f"payload    {_size(result.payload_bytes)}",
         f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
+        *_shared(result),
         f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
     ]
     if result.hours is not None and result.tokens_per_s:
@@ -140,6 +153,13 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
     lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
     return "\n".join(lines)
+
+
+def _shared(result: Plan) -> list[str]:
+    if not result.shared:
+        return []
+    more = f"{plural(result.shared, 'more sample')} with the same prompt as another one"
+    return [f"identical  {more}: {result.shared_tokens} tokens and {_size(result.shared_bytes)} are saved"]
 
 
 def _before(codec: str) -> str:

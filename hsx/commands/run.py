@@ -115,6 +115,7 @@ def summary(outcome: Outcome, code: ExitCode) -> str:
         ("pending", outcome.pending),
         ("restarts", outcome.restarts),
         ("revoked", outcome.revoked),
+        ("shared", outcome.shared),
     ):
         if count:
             lines.append(f"{word:<12}{count}")

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+TWINS_SHOWN = 8
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the sample."""
     loaded = load(args.job)
     require_begun(loaded)
     index = find(Store(loaded.store), args.sample)
-    row, revocations = _history(loaded.state_dir / FILE_NAME, index)
-    view = show(loaded.store, index, None if row is None else _committed(row))
+    row, revocations, twins = _history(loaded.state_dir / FILE_NAME, index)
+    view = show(loaded.store, index, None if row is None else _committed(row), twins)
     if args.json:
         known = {} if row is None else {"state": row.state, "attempts": row.attempts, "failures": row.failures}
         why = {} if row is None else {"reason": row.reason, "evidence": row.evidence}
@@ -36,12 +39,13 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _history(ledger: Path, index: int) -> tuple[SampleRow | None, list[RevocationRow]]:
-    """The ledger's entry of the sample, None without a ledger; and each time that it was committed and taken back."""
+def _history(ledger: Path, index: int) -> tuple[SampleRow | None, list[RevocationRow], list[int]]:
+    """The ledger's entry of the sample, None without a ledger; each time that it was committed and taken back; its twins."""
     if not ledger.exists():
-        return None, []
+        return None, [], []
     with LedgerReader(ledger) as reader:
-        return reader.sample(index), [entry for entry in reader.revocations() if index in entry.samples]
+        taken_back = [entry for entry in reader.revocations() if index in entry.samples]
+        return reader.sample(index), taken_back, reader.twins(index)
 
 
 def _told(row: SampleRow | None, revocations: list[RevocationRow]) -> list[str]:
@@ -70,6 +74,9 @@ def describe(view: SampleView) -> str:
         f"tokens    {view.tokens}, of which the loss mask keeps {view.loss_tokens}",
         f"ids       {ids}",
     ]
+    if view.twins:
+        shown = ", ".join(map(str, view.twins[:TWINS_SHOWN])) + (", ..." if len(view.twins) > TWINS_SHOWN else "")
+        lines.append(f"same as   {plural(len(view.twins), 'other sample')} with this prompt: {shown}")
     if not view.committed:
         return "\n".join([*lines, "state     not committed"])
     lines.append(f"shard     {view.shard} ({view.nbytes} bytes)")
@@ -79,5 +86,7 @@ def describe(view: SampleView) -> str:
             f"marker    {view.marker}",
             f"epoch     {view.epoch}, sequence {view.sequence}",
         ]
+    if view.captured_as not in (None, view.index):
+        lines.append(f"shared    its shard is a link to that of sample {view.captured_as}")
     rows = [(s.name, f"{s.mean:.4g}", f"{s.smallest:.4g}", f"{s.largest:.4g}") for s in view.states]
     return "\n".join([*lines, "", table(("state", "mean norm", "smallest", "largest"), rows)])

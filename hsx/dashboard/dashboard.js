@@ -115,7 +115,7 @@ function banner(status) {
 }
 
 function progress(status) {
-  const { samples, tokens, bytes, eta, adopted } = status.progress;
+  const { samples, tokens, bytes, eta, adopted, shared } = status.progress;
   const share = tokens.total ? 100 * tokens.committed / tokens.total : null;
   const given = samples.total ? 100 * status.quarantine.count / samples.total : 0;
   const over = ["done", "failed", "interrupted"].includes(status.phase.name);
@@ -123,7 +123,7 @@ function progress(status) {
   const whole = per && tokens.total ? ` of about ${size(per * tokens.total)}` : "";
   // Never 100.0 % before everything is there.
   const percent = share === null ? "–" : `${(share >= 100 ? 100 : Math.min(99.9, share)).toFixed(1)} %`;
-  draw("progress", [samples, tokens, bytes, eta, over, status.quarantine.count, adopted], () => [
+  draw("progress", [samples, tokens, bytes, eta, over, status.quarantine.count, adopted, shared], () => [
     h("div", { class: "split" },
       h("div", {}, h("div", { class: "big", id: "percent", "data-value": share }, percent), h("div", { class: "muted" }, "of the tokens committed")),
       over ? null : h("div", { class: "right" },
@@ -137,6 +137,7 @@ function progress(status) {
       figure("bytes", bytes.committed, size(bytes.committed), `stored${whole}`),
       figure("pending", samples.pending, count(samples.pending), "samples pending"),
       figure("by-run", samples.committed_by_run, count(samples.committed_by_run), `committed by this run${adopted ? `, ${count(adopted)} adopted` : ""}`),
+      shared.samples ? figure("shared", shared.samples, count(shared.samples), "share another's prompt and shard") : null,
       samples.revoked_by_run ? figure("revoked", samples.revoked_by_run, count(samples.revoked_by_run), "revoked, to be extracted again") : null),
   ]);
 }

@@ -73,6 +73,18 @@ class Amount(Part, frozen=True, kw_only=True):
     committed: int | UnsetType = UNSET
 
 
+class Shared(Part, frozen=True, kw_only=True):
+    """Samples that were not prefilled, as their prompt is another one's; their bytes are in no other count of bytes."""
+
+    samples_by_run: int
+    tokens_by_run: int
+    bytes_by_run: int
+    samples: int | UnsetType = UNSET
+    """Of the whole job; what was taken back is not subtracted."""
+    tokens: int | UnsetType = UNSET
+    bytes: int | UnsetType = UNSET
+
+
 class Eta(Part, frozen=True, kw_only=True):
     """Time left, in seconds; null where it cannot be told yet."""
 
@@ -87,6 +99,7 @@ class Progress(Part, frozen=True, kw_only=True):
     samples: Samples
     tokens: Amount
     bytes: Amount
+    shared: Shared
     adopted: int
     """Samples committed from a dump that an earlier run had asked for."""
     step_seconds: dict[str, float]

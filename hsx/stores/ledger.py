@@ -21,6 +21,7 @@ from hsx.stores.ledger_schema import connect, translated
 from hsx.stores.ledger_trust import TrustLedger
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
@@ -71,6 +72,10 @@ class SqliteLedger(TrustLedger):
 
     # --- outcomes
 
+    async def twins(self, indices: Sequence[int]) -> dict[int, list[int]]:
+        """The pending samples with the same prompts as leased ones, kept from being handed out. See the port."""
+        return await self._do(lambda: {idx: twins for idx in indices if (twins := self._free.claim(idx))})
+
     async def commit(self, group: Sequence[Commit]) -> None:
         """Marks a group committed in one transaction: here, and nowhere else, data becomes real."""
         await self._do(self._commit, group)
@@ -79,27 +84,34 @@ class SqliteLedger(TrustLedger):
         now = time.time()
         with self._moving() as db:
             for entry in group:
-                receipt = entry.receipt
-                changed = db.execute(
-                    "UPDATE samples SET state = 'committed', marker = ?, epoch = ?, sequence = ?, root = ?, nbytes = ?, "
-                    "crc32c = ?, timings = ?, adopted = ?, committed_at = ?, reason = NULL, evidence = NULL "
-                    "WHERE idx = ? AND state = 'pending'",
-                    (
-                        str(entry.marker),
-                        entry.epoch,
-                        entry.sequence,
-                        receipt.root,
-                        receipt.nbytes,
-                        receipt.crc32c,
-                        json.dumps({name: round(seconds, 6) for name, seconds in entry.timings.items()}),
-                        entry.adopted,
-                        now,
-                        entry.lease.sample.index,
-                    ),
-                ).rowcount
-                if changed != 1:
-                    index = entry.lease.sample.index
-                    raise RunError("ledger_failed", f"ledger {self._path}: sample {index} is not pending; expected one commit")
+                timings = json.dumps({name: round(seconds, 6) for name, seconds in entry.timings.items()})
+                self._commit_one(db, entry, entry.lease.sample.index, timings, shared=False, now=now)
+                for twin in entry.shared:
+                    self._commit_one(db, entry, twin, "{}", shared=True, now=now)
+        self._free.settle(entry.lease.sample.index for entry in group)
+
+    def _commit_one(self, db: sqlite3.Connection, entry: Commit, index: int, timings: str, *, shared: bool, now: float) -> None:
+        receipt = entry.receipt
+        changed = db.execute(
+            "UPDATE samples SET state = 'committed', marker = ?, epoch = ?, sequence = ?, root = ?, nbytes = ?, crc32c = ?, "
+            "timings = ?, adopted = ?, committed_at = ?, shared = ?, reason = NULL, evidence = NULL "
+            "WHERE idx = ? AND state = 'pending'",
+            (
+                str(entry.marker),
+                entry.epoch,
+                entry.sequence,
+                receipt.root,
+                receipt.nbytes,
+                receipt.crc32c,
+                timings,
+                entry.adopted,
+                now,
+                shared,
+                index,
+            ),
+        ).rowcount
+        if changed != 1:
+            raise RunError("ledger_failed", f"ledger {self._path}: sample {index} is not pending; expected one commit")
 
     async def fail(self, lease: Lease, marker: Marker, epoch: str, reason: str, evidence: str, *, quarantine: bool) -> None:
         """Records a failure by the sample's own fault; the sample is free again, or quarantined."""
@@ -119,17 +131,29 @@ class SqliteLedger(TrustLedger):
                 "state = CASE WHEN ? THEN 'quarantined' ELSE state END WHERE idx = ? AND state = 'pending'",
                 (str(marker), epoch, reason, evidence, quarantine, idx),
             )
+            # The same request would fail in the same way, and may kill the server again. Each is listed with what was tried.
+            why = f"its prompt is that of sample {idx}, which was quarantined: {evidence}"
+            db.executemany(
+                "UPDATE samples SET marker = ?, epoch = ?, reason = ?, evidence = ?, state = 'quarantined' "
+                "WHERE idx = ? AND state = 'pending'",
+                ((str(marker), epoch, reason, why, twin) for twin in (self._free.claim(idx) if quarantine else ())),
+            )
+        if quarantine:
+            self._free.settle([idx])
 
     # --- reading
 
-    async def attempts_of(self, index: int) -> tuple[str, Lease] | None:
-        """State of one sample and the lease of its last attempt; None where there is no such sample."""
-        row = await self._do(
-            lambda: self._connection.execute(
-                "SELECT state, tokens, attempts, failures FROM samples WHERE idx = ?", (index,)
-            ).fetchone()
-        )
-        return None if row is None else (row[0], Lease(Sample(index, row[1]), row[2], row[3]))
+    async def attempts_of(self, index: int, *, hold: bool = False) -> tuple[str, Lease] | None:
+        """State of one sample and the lease of its last attempt; None where there is no such sample. See the port."""
+        return await self._do(self._attempts_of, index, hold)
+
+    def _attempts_of(self, index: int, hold: bool) -> tuple[str, Lease] | None:
+        query = "SELECT state, tokens, attempts, failures FROM samples WHERE idx = ?"
+        row = self._connection.execute(query, (index,)).fetchone()
+        if row is None:
+            return None
+        free = not hold or row[0] != "pending" or self._free.hold(index)
+        return (row[0] if free else "shared", Lease(Sample(index, row[1]), row[2], row[3]))
 
     def revoked(self) -> Iterator[int]:
         """The samples that were revoked and are not committed again: a shard of theirs is not to be kept. Blocks.
@@ -159,7 +183,10 @@ class SqliteLedger(TrustLedger):
                 reader.close()
 
     async def requeue(self, indices: Sequence[int] | None) -> int:
-        """Frees quarantined samples (all of them for None), forgiving their failures; returns how many."""
+        """Frees quarantined samples (all of them for None), forgiving their failures; returns how many.
+
+        With each go those with the same prompt: they would be the same request.
+        """
         return await self._do(self._requeue, indices)
 
     def _requeue(self, indices: Sequence[int] | None) -> int:
@@ -170,7 +197,8 @@ class SqliteLedger(TrustLedger):
             if indices is None:
                 freed = db.execute(update).rowcount
             else:
-                freed = sum(db.execute(f"{update} AND idx = ?", (idx,)).rowcount for idx in indices)
+                same = "(idx = ?1 OR same_as = (SELECT same_as FROM samples WHERE idx = ?1))"
+                freed = sum(db.execute(f"{update} AND {same}", (idx,)).rowcount for idx in indices)
         return freed
 
     async def backup(self, folders: Mapping[str, Path]) -> dict[str, RunError | None]:

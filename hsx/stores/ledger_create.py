@@ -8,7 +8,7 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from hsx.stores.durable import sync_folder
-from hsx.stores.ledger_schema import RECKONED, SCHEMA, SCHEMA_VERSION, TOTALS, TRUST, translated
+from hsx.stores.ledger_schema import RECKONED, SCHEMA, SCHEMA_VERSION, TOTALS, TRUST, TWINS, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,7 +22,14 @@ def new_run() -> str:
     return secrets.token_hex(4)
 
 
-def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterable[int], rejected: Iterable[BadRow]) -> None:
+def create(
+    path: Path,
+    run: str,
+    fingerprint: Mapping[str, str],
+    tokens: Iterable[int],
+    rejected: Iterable[BadRow],
+    same_as: Iterable[int] | None = None,
+) -> None:
     """Makes the ledger of a new job; the file appears under its name only when it is whole.
 
     Args:
@@ -31,6 +38,8 @@ def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterabl
         fingerprint: the settings under which the job may be resumed.
         tokens: prompt length of each sample, in index order.
         rejected: dataset rows that are not samples.
+        same_as: for each sample the first one of those with the same prompt that share a shard, itself for that one; -1 for a
+            sample that has no twin. None: no sample shares anything.
 
     Raises:
         RunError: kind `ledger_failed`.
@@ -41,11 +50,14 @@ def create(path: Path, run: str, fingerprint: Mapping[str, str], tokens: Iterabl
             draft.with_name(draft.name + suffix).unlink(missing_ok=True)
         connection = sqlite3.connect(draft)
         try:
-            connection.executescript(SCHEMA + TRUST + TOTALS)
+            connection.executescript(SCHEMA + TRUST + TOTALS + TWINS)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
             meta = {"run": run, "fingerprint": json.dumps(dict(fingerprint), sort_keys=True)}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             connection.executemany("INSERT INTO samples (idx, tokens) VALUES (?, ?)", enumerate(map(int, tokens)))
+            if same_as is not None:
+                twins = ((int(first), idx) for idx, first in enumerate(same_as) if first >= 0)
+                connection.executemany("UPDATE samples SET same_as = ? WHERE idx = ?", twins)
             rows = ((r.line, r.sample_id, r.reason, r.message) for r in rejected)
             connection.executemany("INSERT OR REPLACE INTO rejected VALUES (?, ?, ?, ?)", rows)
             connection.executescript(RECKONED)  # commits what is under way first

@@ -17,7 +17,7 @@ REBUILT_FROM: Final = "rebuilt_from"
 _FOUND: Final = """
 CREATE TEMP TABLE found (
     idx INTEGER NOT NULL, root TEXT NOT NULL, attempt INTEGER NOT NULL, marker TEXT NOT NULL, epoch TEXT NOT NULL,
-    sequence INTEGER NOT NULL, nbytes INTEGER NOT NULL, crc32c INTEGER NOT NULL, written REAL NOT NULL
+    sequence INTEGER NOT NULL, nbytes INTEGER NOT NULL, crc32c INTEGER NOT NULL, written REAL NOT NULL, shared INTEGER NOT NULL
 ) STRICT
 """
 _CHOOSE: Final = (
@@ -26,8 +26,8 @@ _CHOOSE: Final = (
     "CREATE INDEX temp.by_sample ON taken_back (idx, epoch)",
     "DELETE FROM found WHERE EXISTS (SELECT 1 FROM taken_back t WHERE t.idx = found.idx AND t.epoch = found.epoch)",
     "CREATE TEMP TABLE best (idx INTEGER PRIMARY KEY, root TEXT, attempt INTEGER, marker TEXT, epoch TEXT, sequence INTEGER, "
-    "nbytes INTEGER, crc32c INTEGER, written REAL)",
-    "INSERT INTO best SELECT idx, root, attempt, marker, epoch, sequence, nbytes, crc32c, written FROM ("
+    "nbytes INTEGER, crc32c INTEGER, written REAL, shared INTEGER)",
+    "INSERT INTO best SELECT idx, root, attempt, marker, epoch, sequence, nbytes, crc32c, written, shared FROM ("
     "SELECT *, row_number() OVER (PARTITION BY idx ORDER BY attempt DESC, written DESC, root) AS place FROM found) "
     "WHERE place = 1",
 )
@@ -37,11 +37,12 @@ _TAKE_BACK: Final = (
     "SELECT :now, '', :reason, 'a copy of the ledger has them as committed; no sound shard of them was found', "
     "json_group_array(idx) FROM samples WHERE state = 'committed' AND idx NOT IN (SELECT idx FROM best) HAVING count(*)",
     "UPDATE samples SET state = 'pending', marker = NULL, epoch = NULL, sequence = NULL, root = NULL, nbytes = NULL, "
-    "crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL "
+    "crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL, shared = 0 "
     "WHERE state = 'committed' AND idx NOT IN (SELECT idx FROM best)",
 )
 _COMMIT: Final = (
-    "UPDATE samples SET state = 'committed', attempts = max(samples.attempts, best.attempt), "
+    "UPDATE samples SET state = 'committed', shared = best.shared, "
+    "attempts = CASE WHEN best.shared THEN samples.attempts ELSE max(samples.attempts, best.attempt) END, "
     "timings = CASE WHEN samples.marker = best.marker THEN ifnull(samples.timings, '{}') ELSE '{}' END, "
     "adopted = CASE WHEN samples.marker = best.marker THEN ifnull(samples.adopted, 0) ELSE 0 END, "
     "committed_at = CASE WHEN samples.marker = best.marker THEN ifnull(samples.committed_at, best.written) "
@@ -70,6 +71,7 @@ class Found:
         nbytes: size of the file.
         crc32c: of the payload.
         written: when the file was last written, in Unix seconds.
+        shared: it is the attempt of another sample, with the same prompt.
     """
 
     index: int
@@ -81,6 +83,7 @@ class Found:
     nbytes: int
     crc32c: int
     written: float
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class Merge:
 
     def add(self, found: Iterable[Found]) -> None:
         """Proved shards, in any order; more than one of a sample is fine."""
-        self._db.executemany("INSERT INTO found VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(astuple, found))
+        self._db.executemany("INSERT INTO found VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", map(astuple, found))
 
     def finish(self, run: str, source: str, servers: Iterable[tuple[str, float, str]]) -> Merged:
         """Makes the newest of them the commits, and takes all others back.

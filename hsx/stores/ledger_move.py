@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from hsx.ports import CommittedRow
-from hsx.stores.ledger_schema import COMMITTED, connect, facts_of, translated
+from hsx.stores.ledger_schema import COMMITTED, SHARING, connect, facts_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
     from types import TracebackType
+
+
+_EARLIER_TWIN: Final = (
+    "SELECT 1 FROM samples AS twin WHERE twin.same_as = samples.same_as AND twin.idx < samples.idx "
+    "AND twin.state = 'committed' AND twin.root = samples.root AND twin.marker = samples.marker"
+)
 
 
 class MoveLedger:
@@ -40,15 +46,27 @@ class MoveLedger:
 
     def tally(self) -> dict[str, tuple[int, int]]:
         """Committed samples and bytes of their shards, by root. Reads all rows."""
-        query = "SELECT root, count(*), sum(nbytes) FROM samples WHERE state = 'committed' GROUP BY root ORDER BY root"
+        query = (
+            "SELECT root, count(*), sum(nbytes * (1 - shared)) FROM samples WHERE state = 'committed' "
+            "GROUP BY root ORDER BY root"
+        )
         with translated(self._path):
             return {root: (samples, nbytes) for root, samples, nbytes in self._connection.execute(query)}
 
     def page(self, root: str, after: int, limit: int) -> list[CommittedRow]:
-        """Up to `limit` committed samples of `root` with an index above `after`, in order."""
+        """Up to `limit` committed samples of `root` with an index above `after`, in order.
+
+        Of those that share a shard there, only the first: the others are its `twins`.
+        """
         with translated(self._path):
-            query = f"{COMMITTED} AND root = ? AND idx > ? ORDER BY idx LIMIT ?"
+            query = f"{COMMITTED} AND root = ? AND idx > ? AND NOT EXISTS ({_EARLIER_TWIN}) ORDER BY idx LIMIT ?"
             return [CommittedRow(*row) for row in self._connection.execute(query, (root, after, limit))]
+
+    def twins(self, row: CommittedRow) -> list[CommittedRow]:
+        """The other committed samples that share the shard of this one on its root, in order."""
+        with translated(self._path):
+            found = self._connection.execute(SHARING, (row.index, row.root, row.marker))
+            return [CommittedRow(*twin) for twin in found if twin[0] != row.index]
 
     def row(self, index: int) -> CommittedRow | None:
         """What the ledger says of a sample now; None where it is not committed."""

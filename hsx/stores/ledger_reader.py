@@ -168,6 +168,21 @@ class LedgerReader:
                 return
             after = page[-1][0]
 
+    def twins(self, index: int) -> list[int]:
+        """The other samples with the very same prompt that share a prefill with this one, in order."""
+        query = "SELECT idx FROM samples WHERE same_as = (SELECT same_as FROM samples WHERE idx = ?) AND idx != ? ORDER BY idx"
+        with translated(self._path):
+            return [idx for (idx,) in self._connection.execute(query, (index, index))]
+
+    def followers(self) -> Iterator[tuple[int, int]]:
+        """(index, tokens) of every pending sample that will be committed with another one, in no order."""
+        query = (
+            "SELECT idx, tokens FROM samples WHERE state = 'pending' AND same_as IS NOT NULL AND EXISTS (SELECT 1 "
+            "FROM samples AS twin WHERE twin.same_as = samples.same_as AND twin.idx < samples.idx AND twin.state = 'pending')"
+        )
+        with translated(self._path):
+            yield from self._connection.execute(query)
+
     def row(self, index: int) -> CommittedRow | None:
         """One sample as it is committed now; None where it is not. May be called in between rows of an iterator."""
         with translated(self._path):
@@ -248,7 +263,7 @@ class LedgerReader:
         query = (
             "SELECT sum(tokens), sum(gap) FROM ("
             "SELECT sum(tokens) AS tokens, committed_at - lag(committed_at) OVER (ORDER BY committed_at) AS gap "
-            "FROM samples WHERE state = 'committed' GROUP BY committed_at) WHERE gap < ?"
+            "FROM samples WHERE state = 'committed' AND NOT shared GROUP BY committed_at) WHERE gap < ?"
         )
         with translated(self._path):
             tokens, seconds = self._connection.execute(query, (PAUSE_S,)).fetchone()

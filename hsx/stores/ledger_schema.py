@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE_NAME: Final = "ledger.sqlite"
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 SCHEMA: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE samples (
@@ -74,11 +74,38 @@ END;
 """
 """What version 3 has besides, so that no start of a run has to read every row: ten million of them take minutes."""
 RECKONED: Final = """
-INSERT INTO totals SELECT given.value, count(idx), ifnull(sum(tokens), 0), ifnull(sum(nbytes), 0)
+INSERT INTO totals (state, samples, tokens, nbytes)
+    SELECT given.value, count(idx), ifnull(sum(tokens), 0), ifnull(sum(nbytes), 0)
     FROM json_each('["pending", "committed", "quarantined"]') AS given LEFT JOIN samples ON state = given.value GROUP BY 1;
 INSERT OR REPLACE INTO meta SELECT 'longest', CAST(ifnull(max(tokens), 0) AS TEXT) FROM samples;
 """
 """Fills `totals` once all samples are in the ledger; from then on its trigger keeps them."""
+TWINS: Final = """
+ALTER TABLE samples ADD COLUMN same_as INTEGER;
+ALTER TABLE samples ADD COLUMN shared INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX twins ON samples (same_as, idx) WHERE same_as IS NOT NULL;
+ALTER TABLE totals ADD COLUMN shared INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE totals ADD COLUMN shared_tokens INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE totals ADD COLUMN shared_nbytes INTEGER NOT NULL DEFAULT 0;
+DROP TRIGGER moved;
+CREATE TRIGGER moved AFTER UPDATE OF state, nbytes, shared ON samples
+WHEN old.state != new.state OR ifnull(old.nbytes, 0) != ifnull(new.nbytes, 0) OR old.shared != new.shared
+BEGIN
+    UPDATE totals SET samples = samples - 1, tokens = tokens - old.tokens,
+        nbytes = nbytes - ifnull(old.nbytes, 0) * (1 - old.shared), shared = shared - old.shared,
+        shared_tokens = shared_tokens - old.tokens * old.shared,
+        shared_nbytes = shared_nbytes - ifnull(old.nbytes, 0) * old.shared
+    WHERE state = old.state;
+    UPDATE totals SET samples = samples + 1, tokens = tokens + new.tokens,
+        nbytes = nbytes + ifnull(new.nbytes, 0) * (1 - new.shared), shared = shared + new.shared,
+        shared_tokens = shared_tokens + new.tokens * new.shared,
+        shared_nbytes = shared_nbytes + ifnull(new.nbytes, 0) * new.shared
+    WHERE state = new.state;
+END;
+"""
+"""What version 4 has besides: samples with identical prompts. All of one group have the group's first sample in `same_as`; the
+others have NULL. `shared` is 1 for a committed sample whose shard is a link to that of another one of its group: its bytes are
+counted apart, as they are on the disk once."""
 _OF_SAMPLES_1: Final = (
     "'prompt_tokens', 'uncached', 'epoch', 'expected', 'rows', 'tokens_equal', 'finite', 'nonzero_rows', 'not_repeated', "
     "'published'"
@@ -91,6 +118,10 @@ WHERE ended IS NOT NULL AND reason IN ('advancing', 'alive', 'canary')
 """What version 1 knew of violations: those that failed an attempt, and those that voided an epoch for the run's sake."""
 COMMITTED: Final = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed'"
 """The fields of `hsx.ports.CommittedRow`, in order, of every committed sample."""
+SHARING: Final = f"""
+{COMMITTED} AND same_as = (SELECT same_as FROM samples WHERE idx = ?) AND root = ? AND marker = ? ORDER BY idx
+"""  # noqa: S608 - made of constants
+"""Given (index, root, marker) of a committed sample: all whose shard there is the same file, where it has twins; else none."""
 VIOLATIONS_BY_INVARIANT: Final = "SELECT invariant, count(*) FROM violations GROUP BY invariant ORDER BY invariant"
 MIGRATIONS: Final[dict[int, str]] = {
     1: f"""
@@ -101,6 +132,7 @@ ALTER TABLE epochs ADD COLUMN vouched INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE epochs ADD COLUMN doubt TEXT;
 """,
     2: TOTALS + RECKONED,
+    3: TWINS,
 }
 """By version: the statements that turn a ledger of that version into one of the next."""
 SHOWN_AS_CURRENT: Final[dict[int, str]] = {
@@ -112,8 +144,14 @@ CREATE TEMP VIEW epochs AS SELECT epoch, began, ended, reason, evidence, record,
     FROM main.epochs;
 """,  # noqa: S608 - made of constants
     2: """
-CREATE TEMP VIEW totals AS SELECT state, count(*) AS samples, sum(tokens) AS tokens, ifnull(sum(nbytes), 0) AS nbytes
-    FROM samples GROUP BY state;
+CREATE TEMP VIEW totals AS SELECT state, count(*) AS samples, sum(tokens) AS tokens, ifnull(sum(nbytes), 0) AS nbytes,
+    0 AS shared, 0 AS shared_tokens, 0 AS shared_nbytes FROM main.samples GROUP BY state;
+""",
+    3: """
+CREATE TEMP VIEW IF NOT EXISTS totals AS SELECT state, samples, tokens, nbytes, 0 AS shared, 0 AS shared_tokens,
+    0 AS shared_nbytes FROM main.totals;
+CREATE TEMP VIEW samples AS SELECT idx, tokens, state, attempts, failures, marker, epoch, sequence, root, nbytes, crc32c,
+    timings, adopted, committed_at, reason, evidence, NULL AS same_as, 0 AS shared FROM main.samples;
 """,
 }
 """By version: temporary views under which a reader, who may change nothing, sees an older ledger as one of the next."""
@@ -215,9 +253,10 @@ def _show_as_current(connection: sqlite3.Connection, path: Path) -> None:
 
 def count(db: sqlite3.Connection) -> Counts:
     """A job's totals, as the ledger keeps them."""
-    totals = {"pending": (0, 0, 0), "committed": (0, 0, 0), "quarantined": (0, 0, 0)}
-    for state, samples, tokens, nbytes in db.execute("SELECT state, samples, tokens, nbytes FROM totals"):
-        totals[state] = (samples, tokens, nbytes)
+    totals = dict.fromkeys(("pending", "committed", "quarantined"), (0,) * 6)
+    query = "SELECT state, samples, tokens, nbytes, shared, shared_tokens, shared_nbytes FROM totals"
+    for state, *numbers in db.execute(query):
+        totals[state] = tuple(numbers)
     (rejected,) = db.execute("SELECT count(*) FROM rejected").fetchone()
     return Counts(
         pending=totals["pending"][0],
@@ -227,4 +266,7 @@ def count(db: sqlite3.Connection) -> Counts:
         tokens_total=sum(t[1] for t in totals.values()),
         tokens_committed=totals["committed"][1],
         bytes_committed=totals["committed"][2],
+        shared=totals["committed"][3],
+        tokens_shared=totals["committed"][4],
+        bytes_shared=totals["committed"][5],
     )

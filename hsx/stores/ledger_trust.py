@@ -14,7 +14,7 @@ from hsx.core.epoch import EpochRecord, stream_name, to_json
 from hsx.errors import EngineError
 from hsx.ports import CommittedRow
 from hsx.stores.ledger_connection import LedgerConnection
-from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT
+from hsx.stores.ledger_schema import COMMITTED, SHARING, VIOLATIONS_BY_INVARIANT
 
 if TYPE_CHECKING:
     import sqlite3
@@ -164,7 +164,8 @@ class TrustLedger(LedgerConnection):
     ) -> list[CommittedRow]:
         """Takes back, in one transaction, those of these samples that are committed: their shards are not what was committed.
 
-        As after `revoke` they are pending again, with their attempts, and handed out by `acquire`, in this process too.
+        As after `revoke` they are pending again, with their attempts, and handed out by `acquire`, in this process too. With
+        each go those that share its shard: it is one file.
         Recorded as a revocation of no epoch; nothing is recorded where none of them is committed.
 
         Args:
@@ -185,6 +186,7 @@ class TrustLedger(LedgerConnection):
             found = (db.execute(f"{COMMITTED} AND idx = ?", (index,)).fetchone() for index in indices)
             rows = [CommittedRow(*row) for row in found if row is not None]
             rows = [row for row in rows if where is None or where.get(row.index) == row.root]
+            rows = _with_twins(db, rows)
             _take_back(db, rows, "", invariant, evidence)
         self._free.reopened([row.index for row in rows])
         return rows
@@ -214,6 +216,15 @@ def _take_back(db: sqlite3.Connection, rows: list[CommittedRow], epoch: str, inv
     )
     db.executemany(
         "UPDATE samples SET state = 'pending', marker = NULL, epoch = NULL, sequence = NULL, root = NULL, "
-        "nbytes = NULL, crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL WHERE idx = ?",
+        "nbytes = NULL, crc32c = NULL, timings = NULL, adopted = NULL, committed_at = NULL, shared = 0 WHERE idx = ?",
         ((index,) for index in indices),
     )
+
+
+def _with_twins(db: sqlite3.Connection, rows: list[CommittedRow]) -> list[CommittedRow]:
+    """These samples, and those whose shard is the same file, in index order."""
+    found = {row.index: row for row in rows}
+    for row in rows:
+        for twin in db.execute(SHARING, (row.index, row.root, row.marker)):
+            found.setdefault(twin[0], CommittedRow(*twin))
+    return [found[index] for index in sorted(found)]

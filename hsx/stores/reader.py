@@ -18,6 +18,7 @@ import numpy as np
 
 from hsx.errors import RunError
 from hsx.stores.buffers import BufferPool
+from hsx.stores.checksum import ids_digest
 from hsx.stores.group import open_store, read_final_norm
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.places import Places
@@ -339,6 +340,17 @@ class Store:
                 raise RunError("sample_unknown", f"store {self.path} has no state {name!r}; it has {known}")
         return tuple(names)
 
+    def captured_as(self, key: SupportsIndex | str) -> int:
+        """The sample whose prefill gave a committed one's shard: itself, or one with the same prompt, whose shard it shares.
+
+        Raises as `sample`.
+        """
+        index = self.index(key)
+        if not self._info.layout.records:
+            return index
+        with self._open(index) as shard:
+            return shard.record().index
+
     def shard_path(self, key: SupportsIndex | str) -> Path:
         """Where the shard of a committed sample is, links followed. Raises as `sample`, but for what reading it would find."""
         index = self.index(key)
@@ -375,7 +387,15 @@ class Store:
     def _shard(self, index: int, path: Path) -> ShardFile:
         owner = (self._info.store_id, index) if self._check else None
         tokens = self._table.tokens(index)
-        shard = ShardFile(path, self._info.layout, tokens, check=self._check, owner=owner, cached=True)
+        shard = ShardFile(
+            path,
+            self._info.layout,
+            tokens,
+            check=self._check,
+            owner=owner,
+            ids=lambda: ids_digest(self._table.input_ids(index)),
+            cached=True,
+        )
         if owner is not None and self._sealed is not None and self._info.layout.records and self._sealed.committed[index]:
             found, sealed = shard.record().crc32c, int(self._sealed.crc32c[index])
             if found != sealed:  # another attempt's: an older copy of the disk, say

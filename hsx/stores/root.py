@@ -6,6 +6,7 @@ whose it is. That file is what tells the right disk from the empty mount point o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -17,7 +18,7 @@ from hsx.core.layout import shard_key
 from hsx.errors import RunError
 from hsx.stores import metadata
 from hsx.stores.draining import end_draining
-from hsx.stores.durable import make_folder, root_error, sync_file_system, sync_folder, write_json
+from hsx.stores.durable import FULL, make_folder, root_error, sync_file_system, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, forget_roots, record_roots
 from hsx.stores.shard import PARTIAL, ShardWriter
 from hsx.stores.shard_reader import ShardFile
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from hsx.ports import Payload, Receipt
 
 IDENTITY: Final = "hsx-root.json"
+_NO_LINK: Final = frozenset({errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, *FULL})
+"""What a disk answers that works, and takes no further hard link to a file."""
 MOVING: Final = f".moving{PARTIAL}"
 """How the name of a copy ends that `hsx move` is making: `<shard key>.<marker>.moving.partial`."""
 
@@ -94,14 +97,33 @@ class ShardRoot:
         """Writes the shard of a sample; see `hsx.stores.shard.ShardWriter.write`."""
         return self._writer.write(payload)
 
-    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
-        """bf16 bits [tokens, L, H] of sample `index`, checked, the shard's own record included.
+    def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
+        """bf16 bits [tokens, L, H] of sample `index`, checked, the shard's own record included; see the port.
 
         Raises RunError `store_invalid`.
         """
-        owner = (self._info.store_id, index)
+        owner = (self._info.store_id, index if captured_as is None else captured_as)
         with ShardFile(self._folder / shard_key(index), self._info.layout, tokens, owner=owner) as shard:
             return shard.read()
+
+    def link(self, index: int, others: Sequence[int]) -> list[int]:
+        """Gives the shard of sample `index` the names of other samples, too, as hard links; see the port.
+
+        A name that cannot be linked, for want of links or of room, is left out, and is free then.
+        """
+        shard = self._folder / shard_key(index)
+        linked = []
+        for other in others:
+            path = self._folder / shard_key(other)
+            try:
+                path.unlink(missing_ok=True)  # of an attempt that no ledger knows
+                os.link(shard, path)
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise RunError("root_unusable", root_error(error, self._name, path).message) from error
+                continue
+            linked.append(other)
+        return linked
 
     def sync(self) -> None:
         """Makes the names written so far durable. Raises RunError `root_unusable`; not to be tried again."""

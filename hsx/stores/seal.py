@@ -1,9 +1,9 @@
 """What a sealed store has besides: where each sample lies and its checksum, as arrays, and a manifest of every small file.
 
 `root` (int16, an index into its attribute `names`, -1 for none), `crc32c` (uint32, of the payload) and `committed` (uint8) have
-one value a sample. `manifest.json` has the sha256 of each metadata and token file, the group's own included. The group's
-metadata is written last, with the attribute `sealed` and the metadata of all arrays consolidated: then the store is sealed, and
-before it is not.
+one value a sample; so has `captured_as` (int64), where samples with identical prompts share shards. `manifest.json` has the
+sha256 of each metadata and token file, the group's own included. The group's metadata is written last, with the attribute
+`sealed` and the metadata of all arrays consolidated: then the store is sealed, and before it is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +41,8 @@ SEAL_ARRAYS: Final[dict[str, np.dtype[Any]]] = {
     "crc32c": np.dtype("<u4"),
     "committed": np.dtype("u1"),
 }
+CAPTURED_AS: Final = "captured_as"
+"""A further array, of stores in which samples with identical prompts share shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +54,28 @@ class SealedArrays:
         root: int16 [samples], an index into `names`; -1: not committed.
         crc32c: uint32 [samples], of the payload; 0 where not committed.
         committed: uint8 [samples] of 0 and 1.
+        captured_as: int64 [samples], the sample whose prefill gave the shard: itself, or one with the same prompt, whose shard
+            it shares; empty in a store in which nothing is shared.
     """
 
     names: tuple[str, ...]
     root: NDArray[np.int16]
     crc32c: NDArray[np.uint32]
     committed: NDArray[np.uint8]
+    captured_as: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     @classmethod
-    def empty(cls, info: StoreInfo) -> SealedArrays:
-        """Arrays in which no sample is committed."""
+    def empty(cls, info: StoreInfo, *, shared: bool = False) -> SealedArrays:
+        """Arrays in which no sample is committed; with `shared`, for a store in which samples share shards."""
         samples = info.layout.samples
-        return cls(tuple(info.roots), np.full(samples, -1, np.int16), np.zeros(samples, np.uint32), np.zeros(samples, np.uint8))
+        own = np.arange(samples if shared else 0, dtype=np.int64)
+        names = tuple(info.roots)
+        return cls(names, np.full(samples, -1, np.int16), np.zeros(samples, np.uint32), np.zeros(samples, np.uint8), own)
 
-    def put(self, index: int, root: str, crc32c: int) -> None:
+    def put(self, index: int, root: str, crc32c: int, captured_as: int | None = None) -> None:
         """Enters a committed sample. Raises RunError `store_invalid` for a root that the store does not know."""
+        if captured_as is not None and self.captured_as.size:
+            self.captured_as[index] = captured_as
         if root not in self.names:
             raise RunError("store_invalid", f"sample {index} is on root {root!r}; the store has {', '.join(self.names)}")
         self.root[index] = self.names.index(root)
@@ -132,7 +141,7 @@ def remove_seal(info: StoreInfo) -> StoreInfo:
             write_json(info.path / metadata.METADATA, metadata.group(attributes | opened.attributes))
         (info.path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(_partial(info.path), ignore_errors=True)
-        for name in SEAL_ARRAYS:
+        for name in (*SEAL_ARRAYS, CAPTURED_AS):
             with suppress(FileNotFoundError):
                 shutil.rmtree(info.path / name)
         sync_folder(info.path)
@@ -147,13 +156,16 @@ def read_seal(info: StoreInfo) -> SealedArrays:
         raise RunError("store_invalid", f"store {info.path} is not sealed; expected the attribute 'sealed'")
     samples = info.layout.samples
     values = {name: _read_vector(info.path / name, dtype, samples) for name, dtype in SEAL_ARRAYS.items()}
+    shared = np.empty(0, np.int64)
+    if (info.path / CAPTURED_AS / metadata.METADATA).exists():
+        shared = _read_vector(info.path / CAPTURED_AS, shared.dtype, samples)
     try:
         names = tuple(str(name) for name in read_attributes(info.path / "root")["names"])
     except (OSError, KeyError, TypeError) as error:
         raise RunError("store_invalid", f"{info.path / 'root'} has no names of roots: {error}") from error
     if int(values["root"].max(initial=-1)) >= len(names):
         raise RunError("store_invalid", f"{info.path / 'root'} has value {values['root'].max()}; it has {len(names)} names")
-    return SealedArrays(names, values["root"], values["crc32c"], values["committed"])
+    return SealedArrays(names, values["root"], values["crc32c"], values["committed"], shared)
 
 
 def manifest_faults(info: StoreInfo, folders: Mapping[str, Path] | None = None) -> list[str]:
@@ -207,7 +219,7 @@ def small_files(store: Path) -> Iterator[str]:
 
 def _members(store: Path) -> list[str]:
     """The arrays of a store, in order."""
-    names = (metadata.HIDDEN_STATES, *ARRAYS, FINAL_NORM, *SEAL_ARRAYS)
+    names = (metadata.HIDDEN_STATES, *ARRAYS, FINAL_NORM, *SEAL_ARRAYS, CAPTURED_AS)
     return sorted(name for name in names if (store / name / metadata.METADATA).exists())
 
 
@@ -233,8 +245,9 @@ def _write_arrays(store: Path, arrays: SealedArrays) -> None:
     partial = _partial(store)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    kinds = SEAL_ARRAYS | ({CAPTURED_AS: arrays.captured_as.dtype} if arrays.captured_as.size else {})
     try:
-        for name, dtype in SEAL_ARRAYS.items():
+        for name, dtype in kinds.items():
             values = np.ascontiguousarray(getattr(arrays, name), dtype)
             folder = partial / name
             folder.mkdir()
@@ -245,7 +258,9 @@ def _write_arrays(store: Path, arrays: SealedArrays) -> None:
                 write_file(folder / f"c.{number}", _with_crc(part.tobytes()))
             attributes = {"names": list(arrays.names)} if name == "root" else {}
             write_json(folder / metadata.METADATA, metadata.vector(len(values), dtype.name, attributes, chunk=chunk))
-        for name in SEAL_ARRAYS:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(store / CAPTURED_AS)  # of a seal that was cut short
+        for name in kinds:
             with suppress(FileNotFoundError):
                 shutil.rmtree(store / name)
             (partial / name).rename(store / name)

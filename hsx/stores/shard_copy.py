@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 PIECE: Final = 2048 * PAGE
 
 
+def copy_name(row: CommittedRow) -> str:
+    """Name of a copy while it is made."""
+    return f"{shard_key(row.index)}.{row.marker}{MOVING}"
+
+
 class CopyStoppedError(Exception):
     """The copy was given up because it was asked to be."""
 
@@ -58,7 +63,7 @@ class ShardCopier:
             CopyStoppedError: it was asked to stop.
         """
         source = self._info.folder(row.root) / shard_key(row.index)
-        copy = self._info.folder(target) / f"{shard_key(row.index)}.{row.marker}{MOVING}"
+        copy = self._info.folder(target) / copy_name(row)
         try:
             self._copy(source, row, copy, target)
             try:
@@ -76,7 +81,7 @@ class ShardCopier:
 
     def prove(self, path: Path, row: CommittedRow) -> None:
         """Reads a whole shard and holds it against the ledger. Raises ShardError."""
-        with ShardFile(path, self._info.layout, row.tokens, owner=(self._info.store_id, row.index)) as shard:
+        with ShardFile(path, self._info.layout, row.tokens, owner=(self._info.store_id, row.captured_as)) as shard:
             if shard.nbytes != row.nbytes:
                 raise ShardError("truncated", path, f"has {shard.nbytes} bytes; expected {row.nbytes}")
             if self._info.layout.records and shard.record().marker != row.marker:

@@ -24,6 +24,7 @@ from hsx.stores.page_cache import WORTH_WHILE, CachedFile
 from hsx.stores.scratch import extend_with_fill
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -61,6 +62,8 @@ class ShardFile:
         check: compare checksums and padding; without it only the places in the index are checked.
         owner: the store's uuid and the sample that the shard has to belong to by its own record; None: whoever's it is. Stores
             whose shards have no records (`layout.records`) are not asked.
+        ids: asked for the digest of the sample's ids where the shard is another sample's by its record: it is taken if it was
+            made of the very same ids. None: it is not.
         cached: read through the page cache's own memory, which is faster where the shard is there already; otherwise with
             `preadv`. The fill behind the last row is then not read where the checksum is that of the rows and of fill: it
             proves the rows, and says nothing of fill that changed on the disk.
@@ -77,9 +80,11 @@ class ShardFile:
         *,
         check: bool = True,
         owner: tuple[str, int] | None = None,
+        ids: Callable[[], str] | None = None,
         cached: bool = False,
     ) -> None:
         layout.check_tokens(tokens)
+        self._ids = ids
         self._owner = owner if layout.records else None
         self._codec = make_codec(layout.codec)
         self._path = path
@@ -318,7 +323,8 @@ class ShardFile:
 
     def _prove_owner(self, store: str, index: int) -> None:
         record = self.record()
-        if (record.store, record.index) != (store, index):
+        same = record.store == store and self._ids is not None and record.index != index and record.ids == self._ids()
+        if (record.store, record.index) != (store, index) and not same:
             raise self._error(
                 "record",
                 f"says that it is sample {record.index} of store {record.store}; expected sample {index} of store {store}",

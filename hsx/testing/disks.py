@@ -8,6 +8,8 @@ from hsx.errors import RunError
 from hsx.ports import Receipt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -58,7 +60,12 @@ class MemoryRoot:
         self.take(payload.states.nbytes)
         return Receipt(self._name, payload.states.nbytes, 0)
 
-    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
+    def link(self, index: int, others: Sequence[int]) -> list[int]:
+        """See the port; takes no room."""
+        self._pass()
+        return list(others)
+
+    def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
         """See the port; there is nothing to read."""
         raise RunError("store_invalid", f"root {self._name} keeps no states: sample {index} of {tokens} tokens is not there")
 

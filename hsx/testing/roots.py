@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -46,10 +48,15 @@ class FailingRoot:
         self._pass("write")
         return self._root.write(payload)
 
-    def read(self, index: int, tokens: int) -> NDArray[np.uint16]:
+    def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
         """See the port."""
         self._pass("read")
-        return self._root.read(index, tokens)
+        return self._root.read(index, tokens, captured_as)
+
+    def link(self, index: int, others: Sequence[int]) -> list[int]:
+        """See the port; while `link_refused` is in `failing`, its file system has no hard links."""
+        self._pass("link")
+        return [] if "link_refused" in self.failing else self._root.link(index, others)
 
     def sync(self) -> None:
         """See the port."""

@@ -41,9 +41,12 @@ class WriterBench:
         durable: shards and folders are synced by themselves.
         samples: how many prompts.
         group_samples: how many are committed at once.
+        twins: all samples have the same prompt, and share what is extracted.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = True, samples: int = SAMPLES, group_samples: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, durable: bool = True, samples: int = SAMPLES, group_samples: int = 2, twins: bool = False
+    ) -> None:
         self.folder = folder
         run = new_run()
         self.layout = StoreLayout(samples, TOKENS, 2, 8)
@@ -52,7 +55,7 @@ class WriterBench:
             place.mkdir()
         store = create_store(folder / "store", self.layout, CaptureSpec((1,), "post_norm"), {}, run)
         info, self.real = attach_roots(store, self.places, durable=durable)
-        create(folder / "ledger.sqlite", run, {}, [TOKENS] * samples, [])
+        create(folder / "ledger.sqlite", run, {}, [TOKENS] * samples, [], [0] * samples if twins else None)
         self.ledger = SqliteLedger(folder / "ledger.sqlite")
         self.view = UnionView(info)
         self.roots = {root.name: FailingRoot(root) for root in self.real}

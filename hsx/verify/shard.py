@@ -132,10 +132,11 @@ class ShardProver:
         ids, unsound = self._ids(expected.index)
         record, no_record = self._record(expected.path)
         if record is not None:
-            foreign = self._foreign(expected, record)
+            same = ids is not None and record.ids == ids_digest(ids)
+            foreign = self._foreign(expected, record, same=same)
             if foreign:
                 return Proof(0, (Finding("record", foreign),))
-            if ids is not None and record.ids != ids_digest(ids):
+            if ids is not None and not same:
                 unsound = [Finding("ids", f"shard {expected.path} was made of other ids than the token arrays have")]
         if found and found[0].kind == "truncated":
             return Proof(0, (*found, *unsound))
@@ -167,12 +168,15 @@ class ShardProver:
         except ShardError as error:
             return None, [Finding(error.problem, error.message)]
 
-    def _foreign(self, expected: Expected, record: ShardRecord) -> str:
-        """Whose shard it is, where the record says that it is not this sample's; "" where it is."""
+    def _foreign(self, expected: Expected, record: ShardRecord, *, same: bool) -> str:
+        """Whose shard it is, where the record says that it is not this sample's; "" where it is.
+
+        One that was made of the `same` ids is its own, too, if it is of the attempt that was committed.
+        """
         info = self._store.info
         wanted = {
             "store": info.store_id,
-            "index": expected.index,
+            "index": record.index if same else expected.index,
             "marker": record.marker if expected.marker is None else expected.marker,
             "tokens": expected.tokens,
             "layers": tuple(info.spec.layers),

@@ -209,7 +209,7 @@ def test_a_missing_or_broken_ledger_is_explained(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE meta (key, value)")
     other.close()
-    with pytest.raises(RunError, match="schema version 0; expected 3"):
+    with pytest.raises(RunError, match="schema version 0; expected 4"):
         LedgerReader(tmp_path / "other.sqlite")
 
 

@@ -15,6 +15,7 @@ import pytest
 import structlog
 
 from hsx import logs
+from hsx.events import PER_SAMPLE, PER_TWIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,7 +114,7 @@ def test_the_line_of_each_sample_can_be_left_out() -> None:
     stream = io.StringIO()
     logs.configure("info", "json", stream, samples_per_second=0)
     log = structlog.get_logger()
-    log.info(logs.PER_SAMPLE, index=1)
+    log.info(PER_SAMPLE, index=1)
     log.info("job.began")
     assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["job.began"]
 
@@ -129,15 +130,16 @@ def test_a_million_samples_do_not_drown_the_rest() -> None:
         except structlog.DropEvent:
             return None
 
-    assert [write(logs.PER_SAMPLE) for _ in range(20)] == [{"event": logs.PER_SAMPLE}] * 20
-    assert [write(logs.PER_SAMPLE) for _ in range(7)] == [None] * 7
+    assert [write(PER_SAMPLE) for _ in range(19)] == [{"event": PER_SAMPLE}] * 19
+    assert write(PER_TWIN) == {"event": PER_TWIN}
+    assert [write(PER_SAMPLE) for _ in range(7)] == [None] * 7
     assert write("root.lost") == {"event": "root.lost"}
     now = 0.5
-    assert write(logs.PER_SAMPLE) == {"event": logs.PER_SAMPLE, "unlogged": 7}
-    assert write(logs.PER_SAMPLE) is None
+    assert write(PER_SAMPLE) == {"event": PER_SAMPLE, "unlogged": 7}
+    assert write(PER_TWIN) is None
     now = 1000.0
-    assert write(logs.PER_SAMPLE) == {"event": logs.PER_SAMPLE, "unlogged": 1}
-    assert [write(logs.PER_SAMPLE) is None for _ in range(20)] == [False] * 19 + [True]
+    assert write(PER_SAMPLE) == {"event": PER_SAMPLE, "unlogged": 1}
+    assert [write(PER_SAMPLE) is None for _ in range(20)] == [False] * 19 + [True]
 
 
 def test_the_level_changes_for_loggers_that_are_in_use() -> None:
