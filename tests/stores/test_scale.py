@@ -40,7 +40,7 @@ store = count("open", lambda: hsx.open(sys.argv[1]))
 count("committed", lambda: store.committed)
 count("one", lambda: store.sample(len(store) // 2))
 count("all", lambda: store.read(range(len(store)), threads=0))
-# One thread: of several, each may decode the chunk of ids that none has kept yet.
+# One thread, as the store has one root: of several, each may decode the chunk of ids that none has kept yet.
 assert count("verify", lambda: hsx.verify.verify(sys.argv[1], threads=1)).ok
 print(json.dumps(counts))
 """
@@ -50,7 +50,7 @@ def counted(folder: Path, samples: int) -> dict[str, int]:
     """Files and folders opened by each step, on a store of so many samples."""
     folder.mkdir()
     rng = np.random.default_rng(0)
-    built = build_store(folder, [random_states(rng, 2, 2, 8) for _ in range(samples)])
+    built = build_store(folder, [random_states(rng, 2, 2, 8) for _ in range(samples)], roots=("a",))
     run = subprocess.run(
         [sys.executable, "-c", COUNT, built.info.path], check=True, capture_output=True, text=True, timeout=250
     )
