@@ -151,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=PATH",
         help="where a root is mounted now, if not where the store has it",
     )
-    verify.add_argument("--threads", type=_count, default=2, metavar="N", help="reading threads of each root (default: 2)")
+    verify.add_argument("--threads", type=_count, default=2, metavar="N", help="threads of each root that compute (default: 2)")
     seal = commands.add_parser(
         "seal", parents=[job, json, verbose], help="prove a finished store, list its checksums, and let nothing change it"
     )

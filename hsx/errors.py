@@ -55,6 +55,7 @@ KINDS: Final[dict[str, str]] = {
     # the job
     "root_unusable": "a root is missing, is not the root it was, or cannot be written",
     "roots_full": "no root has room for the next shard; the intake pauses until there is some",
+    "root_silent": "a root does not answer, for its mount hangs; it gets nothing new until it does",
     "staging_failed": "the dump directory is missing or cannot be written",
     "out_of_files": "hsx ran out of file descriptors; raise LimitNOFILE",
     "status_failed": "the status endpoint cannot listen on its address",

@@ -194,6 +194,20 @@ _ALL: Final = (
         {"root": "its name", "kind": "error kind", "message": "what the disk answered"},
     ),
     Event(
+        "root.silent",
+        "error",
+        "A root did not say in time how much room it has. It gets no new samples until it answers; the other roots go on.",
+        "Look at the mount (`df` hangs too): a network disk whose server is away, or a device that is being reset. Once it "
+        "answers it is used again by itself; what is being written there waits until then.",
+        {"root": "its name", "message": "how long it was waited for"},
+    ),
+    Event(
+        "root.answered",
+        "info",
+        "A root that was silent answers again, and takes samples.",
+        fields={"root": "its name"},
+    ),
+    Event(
         "intake.paused",
         "error",
         "No sample is started: the disks or the dump directory have no room. The run waits, and goes on by itself.",

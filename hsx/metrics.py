@@ -176,7 +176,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "hsx_root_in_service",
         "gauge",
         "root",
-        "1 while a root takes shards, 0 once it is lost, while it is drained, and while it refuses",
+        "1 while a root takes shards, 0 once it is lost, and while it is drained, refuses or does not answer",
         _of_roots(lambda root: int(root["state"] == "in_service")),
     ),
     MetricSpec("hsx_intake_paused", "gauge", "kind", "1 while no sample is started for want of room, by kind", _paused),

@@ -515,12 +515,20 @@ class Observer(Protocol):
         """A root was looked at: free bytes, those that may still be promised, those that are; bytes per second of a writer.
 
         `state` is `in_service`, `refusing` (it answers ENOSPC against its own word), `draining` (`hsx move` empties it) or
-        `lost`.
+        `lost`. Not told of a root that is silent.
         """
         ...
 
     def root_lost(self, name: str, kind: str, message: str) -> None:
         """A root is out of service for the rest of the run."""
+        ...
+
+    def root_silent(self, name: str, seconds: float) -> None:
+        """A root did not say for `seconds` how much room it has; it gets nothing new until it does."""
+        ...
+
+    def root_answered(self, name: str) -> None:
+        """A root that was silent answers again."""
         ...
 
     def intake_paused(self, kind: str, message: str) -> None:

@@ -7,13 +7,13 @@ observer hears why and what to free, the disks are looked at every few seconds, 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hsx.core.amounts import in_words
 from hsx.core.placement import RootSpace, Shares, Speed
 from hsx.errors import EngineError, RunError
+from hsx.root_looks import RootLooks
 from hsx.tasks import first
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ POLL_S: Final = 2.0
 """How long between two looks at disks that have no room."""
 REFUSED_S: Final = 30.0
 """A root that answers ENOSPC against its own word (a quota, no inodes) is left alone for so long, or until it has more room."""
+PATIENCE_S: Final = 5.0
+"""A root that does not say for so long how much room it has takes nothing new until it does: its mount hangs."""
 SLACK_BYTES: Final = 1 << 16
 """Room in the dump directory for what is no dump: records, and the reasons of failures."""
 
@@ -52,12 +54,14 @@ class RootsSettings:
         disks: number of the file system, by root: roots that share one share its room. Those not named have one of their own.
         needed: bytes that the rest of the job takes at most, for people; None where nobody knows.
         draining: whether a root is being emptied and takes nothing new. Blocks briefly.
+        patience_s: how long a root may take to answer.
     """
 
     reserves: Mapping[str, int] = field(default_factory=dict)
     disks: Mapping[str, int] = field(default_factory=dict)
     needed: Callable[[], int | None] = lambda: None
     draining: Callable[[str], bool] = lambda _: False
+    patience_s: float = PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,8 @@ class Space:
         self._booked = dict.fromkeys(self._roots, 0)
         self._refusals: dict[str, _Refusal] = {}
         self._draining: set[str] = set()
-        # A thread of its own: a mount that hangs holds it up, and neither the event loop nor the other threads.
-        self._thread = ThreadPoolExecutor(1, "hsx-space")
+        self._looks = RootLooks(self._roots, self._look, settings.patience_s)
+        self._silent: set[str] = set()
         self._looking = asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
@@ -144,7 +148,7 @@ class Space:
         return False
 
     def _shuns(self, name: str) -> bool:
-        return name in self.lost or name in self._draining or name in self._refusals
+        return name in self.lost or name in self._silent or name in self._draining or name in self._refusals
 
     def release(self, booking: Booking) -> None:
         """The shard is on its disk, or will not be written: its room is not promised any more. Idempotent."""
@@ -159,8 +163,8 @@ class Space:
         self._stir()
 
     def shutdown(self) -> None:
-        """Ends the thread; waits for its last look."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ends the threads that look; none is waited for, as its mount may hang."""
+        self._looks.shutdown()
 
     def _stir(self) -> None:
         """Lets everybody who waits look again."""
@@ -193,7 +197,8 @@ class Space:
         async with self._looking:
             # Taken before the disks are read: what is written meanwhile counts twice, and never not at all.
             pending = dict(self._booked)
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._look)
+            found = await self._looks.ask(name for name in self._roots if name not in self.lost)
+            self._tell_silent()
             spaces = self._spaces(pending, found)
             chosen = self._shares.choose(spaces, booking.size)
             if chosen is not None:
@@ -205,39 +210,47 @@ class Space:
             raise RunError("root_unusable", f"every root is out of service{reasons}")
         return self._obstacle(spaces, booking.size)
 
-    def _look(self) -> dict[str, tuple[int | RunError, bool]]:
-        """Free bytes of each root in service, or what it answered instead, and whether it is being emptied. Blocks."""
-        found: dict[str, tuple[int | RunError, bool]] = {}
-        for name, root in self._roots.items():
-            if name in self.lost:
-                continue
-            try:
-                found[name] = (root.free(), self._settings.draining(name))
-            except RunError as error:
-                found[name] = (error, False)
-            except OSError as error:
-                found[name] = (RunError("root_unusable", f"root {name} cannot be looked at: {error.strerror}"), False)
-        return found
+    def _look(self, name: str) -> tuple[int | RunError, bool]:
+        """Free bytes of a root, or what it answered instead, and whether it is being emptied. Blocks."""
+        try:
+            return (self._roots[name].free(), self._settings.draining(name))
+        except RunError as error:
+            return (error, False)
+        except OSError as error:
+            return (RunError("root_unusable", f"root {name} cannot be looked at: {error.strerror}"), False)
+
+    def _tell_silent(self) -> None:
+        """Tells which roots do not answer, and which do again."""
+        silent = {name for name in self._looks.silent if name not in self.lost}
+        for name in sorted(silent - self._silent):
+            self._observer.root_silent(name, self._settings.patience_s)
+        for name in sorted(self._silent - silent - self.lost.keys()):
+            self._observer.root_answered(name)
+        self._silent = silent
 
     def _spaces(self, pending: dict[str, int], found: dict[str, tuple[int | RunError, bool]]) -> list[RootSpace]:
         spaces = []
         for name in self._roots:
+            silent = name in self._silent
             free, draining = found.get(name, (0, False))
             if isinstance(free, RunError):
                 self.failed(name, RunError("root_unusable", free.message))
                 free = 0
-            (self._draining.add if draining else self._draining.discard)(name)
-            refused = name not in self.lost and self._refuses(name, free)
+            if not silent:
+                (self._draining.add if draining else self._draining.discard)(name)
+            refused = name not in self.lost and not silent and self._refuses(name, free)
             beside = [other for other in self._roots if self._disk(other) == self._disk(name)]
             space = RootSpace(
                 name,
                 free,
                 reserve=max(self._settings.reserves.get(other, 0) for other in beside),
                 pending=sum(pending[other] for other in beside),
-                usable=name not in self.lost and not draining and not refused,
+                usable=name not in self.lost and not silent and not draining and not refused,
                 speed=self._speeds[name].bytes_per_s,
             )
             spaces.append(space)
+            if silent:
+                continue  # what was seen of it last stays the best that is known
             state = "lost" if name in self.lost else "draining" if draining else "refusing" if refused else "in_service"
             self._observer.root_space(name, free, room=space.room, booked=self._booked[name], speed=space.speed, state=state)
         return spaces
@@ -263,6 +276,8 @@ class Space:
         for space in spaces:
             if space.name in self.lost:
                 parts.append(f"{space.name} is out of service")
+            elif space.name in self._silent:
+                parts.append(f"{space.name} does not answer")
             elif space.name in self._draining:
                 parts.append(f"{space.name} is being emptied")
             elif space.name in self._refusals and space.free - space.reserve - space.pending >= size:

@@ -290,6 +290,19 @@ class Telemetry:
         self._remember(kind, message, "")
         self.log.error("root.lost", root=name, kind=kind, message=message)
 
+    def root_silent(self, name: str, seconds: float) -> None:
+        """A root did not answer for `seconds`; see the port. Its numbers stay those that were seen last."""
+        message = f"root {name} did not answer for {seconds:g} s: its mount hangs"
+        root = self._roots.setdefault(name, {"reason": "", **_UNSEEN})
+        root |= {"state": "silent", "reason": message, "room_bytes": 0}
+        self._remember("root_silent", message, "")
+        self.log.error("root.silent", root=name, message=message)
+
+    def root_answered(self, name: str) -> None:
+        """A root that was silent answers again."""
+        self._roots[name] |= {"state": "in_service", "reason": ""}
+        self.log.info("root.answered", root=name)
+
     def intake_paused(self, kind: str, message: str) -> None:
         """No sample is started for want of room; `message` says what to free. Logged once for each pause."""
         pause = self._paused.get(kind)

@@ -229,7 +229,7 @@ function underway(status) {
 }
 
 function roots(status) {
-  const WORDS = { in_service: "in service", refusing: "refuses, is tried again", draining: "being emptied", lost: "lost" };
+  const WORDS = { in_service: "in service", refusing: "refuses, is tried again", draining: "being emptied", silent: "does not answer", lost: "lost" };
   const names = Object.keys(status.roots).sort();
   draw("roots", status.roots, () => [
     h("div", { class: "head" }, h("h2", {}, "Roots"), h("span", { class: "muted" }, names.length ? `${names.length} ${names.length === 1 ? "disk" : "disks"}` : "")),

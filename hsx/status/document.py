@@ -183,9 +183,9 @@ class RootRun(Part, frozen=True, kw_only=True):
 class Root(Part, frozen=True, kw_only=True):
     """One disk. What has not been looked at yet is null."""
 
-    state: Literal["in_service", "refusing", "draining", "lost"]
+    state: Literal["in_service", "refusing", "draining", "silent", "lost"]
     reason: str
-    """Why it is lost."""
+    """Why it is lost, or silent."""
     free_bytes: int | None
     room_bytes: int | None
     """Free, less reserve and what is promised."""

@@ -191,6 +191,26 @@ class ShardFile:
         if crc != recorded:
             raise self._error("chunk", f"chunk {chunk} has crc32c {crc:08x}; expected {recorded:08x}")
 
+    def prove_last(self, crc: int, recorded: int, row: NDArray[np.uint16], filled: NDArray[np.uint16]) -> None:
+        """Proves the last inner chunk, whose real rows are followed by fill, as `read` does.
+
+        Args:
+            crc: crc32c of its real rows.
+            recorded: what is recorded behind the chunk.
+            row: the last of the rows, [L, H].
+            filled: what follows it in the chunk, [tokens, L, H], C-contiguous.
+
+        Raises ShardError: `chunk`; `tokens` where there is data after that row, or it is itself fill.
+        """
+        chunk = self._layout.chunks(self._tokens) - 1
+        self.prove(chunk, crc32c(filled.reshape(-1).view(np.uint8), crc), recorded)
+        self._check_padding(chunk, self._tokens - chunk * self._layout.chunk_tokens, filled.reshape(-1).view(np.uint8))
+        if bool((row == NAN_BITS).all()):
+            raise self._row_is_fill(self._tokens - 1)
+
+    def _row_is_fill(self, row: int) -> ShardError:
+        return self._error("tokens", f"row {row} is fill; expected {self._tokens} tokens")
+
     def _read(self, start: int, stop: int, out: NDArray[np.uint16] | None) -> tuple[NDArray[np.uint16], int]:
         layout = self._layout
         if not 0 <= start <= stop <= self._tokens:
@@ -209,7 +229,7 @@ class ShardFile:
             at = (first + low - start) * layout.token_bytes
             payload = self._read_chunk(chunk, low, high, flat[at : at + (high - low) * layout.token_bytes], payload)
         if self._check and stop == self._tokens > start and bool((out[-1] == NAN_BITS).all()):
-            raise self._error("tokens", f"row {stop - 1} is fill; expected {self._tokens} tokens")
+            raise self._row_is_fill(stop - 1)
         return out, payload
 
     def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:

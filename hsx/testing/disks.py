@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from hsx.errors import RunError
@@ -26,6 +27,7 @@ class MemoryRoot:
     Attributes:
         used: bytes that its shards, or anybody, take.
         failure: raised by every method from now on.
+        answers: while it is not set, `free` hangs.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -33,6 +35,8 @@ class MemoryRoot:
         self.size = size
         self.used = 0
         self.failure: RunError | None = None
+        self.answers = threading.Event()
+        self.answers.set()
 
     def _pass(self) -> None:
         if self.failure is not None:
@@ -45,6 +49,7 @@ class MemoryRoot:
 
     def free(self) -> int:
         """See the port."""
+        self.answers.wait()
         self._pass()
         return self.size - self.used
 

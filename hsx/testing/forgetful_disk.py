@@ -6,7 +6,8 @@ mounts a file system (FUSE, spoken here directly) over FOLDER with one file for 
 on such a file is a disk. Every write and every flush that reaches it is appended to LOG before the kernel is answered, and
 `images_at` makes of that what the disks hold after a power cut: all that was flushed, and of the rest some pages, in any order.
 Disks break by what is written to the file `control` beside them: `break`, from then on every write and flush of all of them
-fails with EIO; or `spoil IMAGE OFFSET LENGTH`, reading that part fails with EIO until it is written. Ends with its parent.
+fails with EIO; `spoil IMAGE OFFSET LENGTH`, reading that part fails with EIO until it is written; or `hang`: nobody who
+asks FOLDER for its room (statvfs) gets an answer until `answer`. Ends with its parent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import stat
 import struct
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -46,6 +47,7 @@ _MAX_PAGES: Final = 1 << 22
 _BIG_WRITES: Final = 1 << 5
 _FOREVER: Final = 1 << 30
 _ROOT: Final = 1
+_STATFS: Final = 17
 _RECORD: Final = struct.Struct("<BBxxIQ")
 """A record of the log: kind, disk, bytes of data that follow, offset on the disk."""
 _WRITE: Final = 1
@@ -149,6 +151,14 @@ class ForgetfulDisks:
         """From now on writes and flushes fail with EIO."""
         (self.folder / CONTROL).write_text("break")
 
+    def hang(self) -> None:
+        """From now on whoever asks the folder for its room waits for `answer`; everything else goes on."""
+        (self.folder / CONTROL).write_text("hang")
+
+    def answer(self) -> None:
+        """Answers everybody who has asked for the room, and who will."""
+        (self.folder / CONTROL).write_text("answer")
+
     def spoil(self, name: str, content: bytes) -> None:
         """A bad sector: the first page of the disk with this content cannot be read any more, until it is written.
 
@@ -196,6 +206,8 @@ class _Server:
         self._names[CONTROL] = len(images)
         self._disks = [bytearray(image.read_bytes()) for image in images]
         self._broken = False
+        self._hanging: list[int] | None = None
+        """Requests for the room that get no answer yet; None where they get one at once."""
         self._bad: list[tuple[int, int, int]] = []
         """(disk, begin, end) of what cannot be read."""
         self._handlers = {
@@ -205,7 +217,7 @@ class _Server:
             14: self._open,
             15: self._read,
             16: self._write,
-            17: self._statfs,
+            _STATFS: self._statfs,
             18: self._nothing,
             20: self._fsync,
             25: self._nothing,
@@ -232,13 +244,19 @@ class _Server:
             _, operation, unique, node, *_ = _IN.unpack_from(room)
             if operation in {2, 36, 42}:  # FORGET, INTERRUPT, BATCH_FORGET have no answer
                 continue
+            if operation == _STATFS and self._hanging is not None:
+                self._hanging.append(unique)
+                continue
             handler = self._handlers.get(operation)
             try:
                 answer = handler(node, view[_IN.size : size]) if handler else errno.ENOSYS
             except OSError as error:
                 answer = error.errno or errno.EIO
             body, status = (b"", -answer) if isinstance(answer, int) else (answer, 0)
-            os.writev(self._fd, [_OUT.pack(_OUT.size + len(body), status, unique), body])
+            self._answer(unique, status, body)
+
+    def _answer(self, unique: int, status: int, body: bytes) -> None:
+        os.writev(self._fd, [_OUT.pack(_OUT.size + len(body), status, unique), body])
 
     def _init(self, _node: int, _body: memoryview) -> bytes:
         return _INIT.pack(7, 31, _MOST, _MAX_PAGES | _BIG_WRITES, 16, 12, _MOST, 1, _MOST // PAGE, 0, 0, 0)
@@ -294,6 +312,13 @@ class _Server:
         match command.split():
             case ["break"]:
                 self._broken = True
+            case ["hang"]:
+                self._hanging = []
+            case ["answer"]:
+                waiting, self._hanging = self._hanging or [], None
+                for unique in waiting:
+                    with suppress(OSError):  # who was killed meanwhile waits no more
+                        self._answer(unique, 0, self._statfs(_ROOT, memoryview(b"")))
             case ["spoil", name, offset, length] if name in self._names:
                 self._bad.append((self._names[name], int(offset), int(offset) + int(length)))
             case _:

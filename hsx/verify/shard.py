@@ -1,7 +1,7 @@
 """Judges one shard: reads it, proves it, and where that fails finds out what happened to it.
 
-It is read in pieces that stay in the processor's cache between the checksum and the content gates, so that memory does not grow
-with the samples and the disk, not the processor, sets the pace.
+It is read in pieces, so that memory does not grow with the samples. Several threads read shards of one root, more than may look
+at what they have read at a time: while some compute, the others keep the disk at work, from one shard into the next.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from hsx.core.shard_record import ShardRecord
     from hsx.stores.reader import Store
 
-PIECE_BYTES: Final = 2 << 20
-"""About so much is read at once, in whole inner chunks."""
+PIECE_BYTES: Final = 4 << 20
+"""At most so much is read at once, in whole inner chunks, of which one may be larger."""
+READERS: Final = 4
+"""So many threads read for each one that may compute; what they wait for is in flight at the disk. Each holds one piece."""
+_ZEROS_BYTES: Final = 2 << 20
 AHEAD_BYTES: Final = 8 << 20
 """So far ahead of the reading the kernel is asked to read: enough to keep a fast disk busy."""
 SECTOR: Final = 512
 """Real states have no run of zeros as long as this; disks lose nothing shorter."""
+_AT_ONCE: Final = nullcontext()
 IDENTITY: Final = ("store", "index", "marker", "tokens", "layers", "final", "hidden_size")
 
 
@@ -105,7 +109,8 @@ class ShardProver:
         self._direct = cold and self._layout.codec == "none" and self._layout.chunk_bytes % PAGE == 0
         self._stopped = stopped
         self._local = threading.local()
-        self._step = max(PIECE_BYTES // self._layout.chunk_bytes, 1) * self._layout.chunk_tokens
+        chunks = min(max(PIECE_BYTES // self._layout.chunk_bytes, 1), self._layout.shard_chunks)
+        self._step = chunks * self._layout.chunk_tokens
 
     def look(self, expected: Expected) -> list[Finding]:
         """What can be said of a shard without reading it."""
@@ -120,15 +125,17 @@ class ShardProver:
             return [Finding(kind, f"shard {path} has {size} bytes; expected {expected.nbytes}")]
         return []
 
-    def prove(self, expected: Expected) -> Proof:
-        """Reads one shard and judges it. Raises Stopped."""
+    def prove(self, expected: Expected, turn: AbstractContextManager[object] = _AT_ONCE) -> Proof:
+        """Reads one shard and judges it, piece by piece; holds `turn` while it computes, not while it reads. Raises Stopped."""
         found = self.look(expected)
         if found and found[0].kind in ("missing", "unreadable"):
             return Proof(0, tuple(found))
         with reading_ahead(expected.path, cold=self._cold) as ahead:
-            return self._prove(expected, found, ahead)
+            return self._prove(expected, found, ahead, turn)
 
-    def _prove(self, expected: Expected, found: list[Finding], ahead: Callable[[int], None]) -> Proof:
+    def _prove(
+        self, expected: Expected, found: list[Finding], ahead: Callable[[int], None], turn: AbstractContextManager[object]
+    ) -> Proof:
         ids, unsound = self._ids(expected.index)
         record, no_record = self._record(expected.path)
         if record is not None:
@@ -144,7 +151,7 @@ class ShardProver:
         try:
             with ShardFile(expected.path, self._layout, expected.tokens) as shard:
                 size = shard.nbytes
-                crc, violations = self._read(shard, expected, ids, ahead)
+                crc, violations = self._read(shard, expected, ids, ahead, turn)
         except ShardError as error:
             cause = diagnose(expected.path, self._layout, error)
             return Proof(size, (*found, cause, *unsound))
@@ -193,27 +200,36 @@ class ShardProver:
         return ""
 
     def _read(
-        self, shard: ShardFile, expected: Expected, ids: NDArray[np.int32] | None, ahead: Callable[[int], None]
+        self,
+        shard: ShardFile,
+        expected: Expected,
+        ids: NDArray[np.int32] | None,
+        ahead: Callable[[int], None],
+        turn: AbstractContextManager[object],
     ) -> tuple[int, list[Finding]]:
         """The crc32c of the payload, and the content invariants that do not hold. Raises ShardError, Stopped."""
         layout, tokens = self._layout, expected.tokens
         content = ContentJudge(layout.states)
-        whole = tokens // layout.chunk_tokens * layout.chunk_tokens
-        starts = [*range(0, whole, self._step), *([whole] if whole < tokens else [])]
-        for start in starts:
+        end = layout.chunks(tokens) * layout.chunk_tokens
+        for start in range(0, end, self._step):
             if self._stopped():
                 raise Stopped
-            stop = min(start + self._step, whole if start < whole else tokens)
-            first, rows = start // layout.chunk_tokens, self._buffer(stop - start)
-            if len(rows) % layout.chunk_tokens or layout.codec != "none":
+            stop = min(start + self._step, end)
+            first, read = start // layout.chunk_tokens, self._buffer(stop - start)
+            rows, filled = read[: tokens - start], read[tokens - start :]
+            if not self._direct:
                 ahead(stop // layout.chunk_tokens * layout.block_bytes)
-                content.add(shard.read(start, stop, rows))
-            else:
-                if not self._direct:
-                    ahead(stop // layout.chunk_tokens * layout.block_bytes)
-                recorded = shard.read_unproved(start, rows, direct=self._cold)
-                for number, crc in enumerate(content.add(rows)):
+            if layout.codec != "none":
+                with turn:
+                    content.add(shard.read(start, min(stop, tokens), rows))
+                continue
+            recorded = shard.read_unproved(start, read, direct=self._cold)
+            with turn:
+                crcs = content.add(rows)
+                for number, crc in enumerate(crcs[:-1] if len(filled) else crcs):
                     shard.prove(first + number, crc, recorded[number])
+                if len(filled):
+                    shard.prove_last(crcs[-1], recorded[-1], rows[-1], filled)
         marker = Marker("00000000", expected.index, 1, tokens)  # a stand-in: identity is not judged here
         spec = self._store.info.spec
         evidence = invariants.Evidence(
@@ -230,7 +246,7 @@ class ShardProver:
 
     def _buffer(self, tokens: int) -> NDArray[np.uint16]:
         """This thread's reading buffer."""
-        shape = (min(self._step, self._layout.max_tokens), self._layout.states, self._layout.hidden_size)
+        shape = (self._step, self._layout.states, self._layout.hidden_size)
         buffer: NDArray[np.uint16] | None = getattr(self._local, "buffer", None)
         if buffer is None:
             # Page-aligned: copying out of the kernel to any other address takes three times as long.
@@ -328,8 +344,8 @@ def zeroed(fd: int, size: int, layout: StoreLayout) -> tuple[int, int] | None:
     longest: tuple[int, int] | None = None
     start = end = 0
     suspect = False
-    for at in range(0, size, PIECE_BYTES):
-        data = np.frombuffer(os.pread(fd, PIECE_BYTES, at), np.uint8)
+    for at in range(0, size, _ZEROS_BYTES):
+        data = np.frombuffer(os.pread(fd, _ZEROS_BYTES, at), np.uint8)
         whole = data[: data.size // SECTOR * SECTOR].reshape(-1, SECTOR)
         for sector in np.flatnonzero(~whole.any(axis=1)).tolist():
             place = at + sector * SECTOR

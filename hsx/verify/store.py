@@ -6,6 +6,7 @@ be seen is listed before the ledger is read, and because nothing is called damag
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from array import array
@@ -20,7 +21,7 @@ from hsx.stores.seal import manifest_faults, read_seal
 from hsx.stores.view import UnionView, visible
 from hsx.verify.readers import RootReaders
 from hsx.verify.report import LISTED, Damage, Reading, VerifyReport
-from hsx.verify.shard import Expected, Finding, Proof, ShardProver
+from hsx.verify.shard import READERS, Expected, Finding, Proof, ShardProver
 from hsx.verify.sources import Folders, LedgerSource, SealSource, ViewSource, rows_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def verify(
         fraction: share of the samples whose shards are read, chosen by `seed`, besides the first. All are looked up, sized
             against the ledger, and their links checked, whatever the fraction.
         seed: another seed reads another share.
-        threads: reading threads of each root.
+        threads: of each root, that compute at a time; `READERS` times as many read, each a piece of `PIECE_BYTES` in memory.
         watch: called with each sample that was read, from this thread.
         on_damage: called with each damage, those that the report does not list included, from this thread.
         since: only samples that were committed after this, in Unix seconds. Needs a ledger's reader.
@@ -114,7 +115,9 @@ class _Verifier:
         self._view = UnionView(store.info)
         self._on_damage = on_damage
         self._state = state
-        self._readers: RootReaders[tuple[Expected, Proof] | int] = RootReaders(self._prove, threads)
+        self._readers: RootReaders[tuple[Expected, Proof] | int] = RootReaders(self._prove, threads * READERS)
+        self._threads = threads
+        self._turns: dict[str, threading.Semaphore] = {}
         self._prover = ShardProver(store, cold=cold, stopped=lambda: self._readers.stopped)
         self._shown = self._view.indices()
         self._links: list[int] = []
@@ -143,6 +146,7 @@ class _Verifier:
         work = self._survey(choice)
         total = sum(len(of_root.chosen) for of_root in work.values())
         began = time.monotonic()
+        self._turns = {name: threading.Semaphore(self._threads) for name in work}
         for outcome in self._readers.run({name: of_root.chosen for name, of_root in work.items()}):
             if isinstance(outcome, int):
                 self.report.committed -= 1  # the job has taken it back since
@@ -200,10 +204,10 @@ class _Verifier:
             self._damage(index, "ledger", f"the ledger has {tokens} tokens; expected {self._store.tokens(index)}")
         return True
 
-    def _prove(self, _root: str, index: int) -> tuple[Expected, Proof] | int:
+    def _prove(self, root: str, index: int) -> tuple[Expected, Proof] | int:
         """In a reading thread: the sample as it is committed now, and what its shard is; its index where it is not any more."""
         expected = self._source.now(index)
-        return index if expected is None else (expected, self._prover.prove(self._sized(expected)))
+        return index if expected is None else (expected, self._prover.prove(self._sized(expected), self._turns[root]))
 
     def _sized(self, expected: Expected) -> Expected:
         """With the length that the token arrays have: a ledger that says otherwise is told of in the survey."""

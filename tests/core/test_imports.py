@@ -17,7 +17,7 @@ LIGHT_FOR_ALL = {"hsx", "hsx.errors", "hsx.ports", "hsx.config"}
 # What hsx modules each part may import, by module prefix; anything else of hsx is a fault. Others' packages are not listed,
 # but for the parts that may only use some.
 ORCHESTRATION = (
-    *("pipeline", "writer", "space", "upkeep", "supervisor", "watchdog", "gate", "admission", "epoch"),
+    *("pipeline", "writer", "space", "root_looks", "upkeep", "supervisor", "watchdog", "gate", "admission", "epoch"),
     *("canary", "vouching", "suspects", "sweeper", "tasks", "violated"),
 )
 CONCRETE = {

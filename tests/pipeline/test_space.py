@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsx.clock import SystemClock
 from hsx.errors import EngineError, RunError
 from hsx.space import POLL_S, REFUSED_S, Booking, RootsSettings, Space
 from hsx.telemetry import Telemetry
 from hsx.testing.disks import MemoryRoot
 from hsx.testing.virtual_time import VirtualClock, run_in_virtual_time
 
+if TYPE_CHECKING:
+    from hsx.ports import Clock
+
 
 class Bench:
-    """Roots of given sizes, in virtual time."""
+    """Roots of given sizes; in virtual time, unless there is another clock."""
 
-    def __init__(self, sizes: dict[str, int], **known: Any) -> None:
+    def __init__(self, sizes: dict[str, int], clock: Clock | None = None, **known: Any) -> None:
         self.roots = {name: MemoryRoot(name, size) for name, size in sizes.items()}
         self.telemetry = Telemetry()
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.space = Space(list(self.roots.values()), RootsSettings(**known), self.clock, self.telemetry)
 
     def write(self, booking: Booking) -> None:
@@ -175,6 +179,90 @@ def test_a_slow_disk_gets_less() -> None:
         assert 3.5 < taken["fast"] / taken["slow"] < 4.5
 
     run_in_virtual_time(steps())
+
+
+async def until(bench: Bench, name: str, state: str) -> None:
+    """Books until a root is in a state, and hands the room back."""
+    async with asyncio.timeout(300):
+        while True:
+            bench.space.release(await bench.space.book(1))
+            if bench.state(name) == state:
+                return
+            await asyncio.sleep(0.01)
+
+
+def test_a_root_that_hangs_holds_up_no_other_and_comes_back_by_itself() -> None:
+    async def steps() -> None:  # in real time: a thread that hangs stops a virtual clock
+        bench = Bench({"a": 10_000, "b": 1000}, SystemClock(), patience_s=0.5)
+        promised = await bench.space.book(100)
+        assert promised.root == "a"
+        bench.roots["a"].answers.clear()
+        await until(bench, "a", "silent")
+        root = bench.telemetry.snapshot()["roots"]["a"]
+        assert (root["free_bytes"], root["room_bytes"]) == (10_000, 0)
+        assert root["reason"] == "root a did not answer for 0.5 s: its mount hangs"
+        assert {(await bench.space.book(1)).root for _ in range(20)} == {"b"}
+        await bench.space.place(promised)
+        assert promised.root == "b", "what was promised before goes elsewhere"
+        assert "root_silent" in {error["kind"] for error in bench.telemetry.snapshot()["last_errors"]}
+        assert bench.space.lost == {}
+        bench.roots["a"].answers.set()
+        await until(bench, "a", "in_service")
+        assert bench.telemetry.snapshot()["roots"]["a"]["reason"] == ""
+        assert "a" in {(await bench.space.book(1)).root for _ in range(20)}
+        bench.space.shutdown()
+
+    asyncio.run(steps())
+
+
+def test_while_every_root_hangs_the_intake_pauses() -> None:
+    async def steps() -> None:
+        bench = Bench({"a": 1000}, SystemClock(), patience_s=0.1)
+        bench.roots["a"].answers.clear()
+        waiting = asyncio.create_task(bench.space.book(100))
+        async with asyncio.timeout(300):
+            while not bench.pauses:
+                await bench.clock.sleep(0.01)
+        assert bench.pauses == ["no root has room for a shard of 100 bytes: a does not answer"]
+        assert not waiting.done()
+        bench.roots["a"].answers.set()
+        assert (await waiting).root == "a"
+        assert bench.pauses == []
+        bench.space.shutdown()
+
+    asyncio.run(steps())
+
+
+def test_a_root_that_fails_while_it_hangs_is_lost() -> None:
+    async def steps() -> None:
+        bench = Bench({"a": 10_000, "b": 1000}, SystemClock(), patience_s=0.1)
+        bench.roots["a"].answers.clear()
+        await until(bench, "a", "silent")
+        bench.space.failed("a", RunError("root_unusable", "root a: EIO"))
+        assert (await bench.space.book(1)).root == "b"
+        assert bench.state("a") == "lost"
+        bench.roots["a"].answers.set()
+        bench.space.shutdown()
+
+    asyncio.run(steps())
+
+
+def test_an_answer_to_a_question_of_before_is_not_taken() -> None:
+    async def steps() -> None:
+        bench = Bench({"a": 1000}, SystemClock(), patience_s=300.0)
+        bench.roots["a"].answers.clear()
+        given_up = asyncio.create_task(bench.space.book(100))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        waiting = asyncio.create_task(bench.space.book(600))
+        await asyncio.sleep(0.01)
+        bench.roots["a"].used = 300
+        bench.roots["a"].answers.set()
+        assert (await waiting).root == "a"
+        assert bench.telemetry.snapshot()["roots"]["a"]["free_bytes"] == 700
+        bench.space.shutdown()
+
+    asyncio.run(steps())
 
 
 @settings(max_examples=60, deadline=None)

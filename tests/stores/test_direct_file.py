@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from hsx.stores.checksum import crc32c
 from hsx.stores.direct_file import DirectFile
 from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.testing.stores import BuiltStore, build_store, random_bits
@@ -44,6 +46,26 @@ def test_whole_chunks_are_read_with_their_checksums(tmp_path: Path, hidden_size:
         with pytest.raises(ShardError, match="chunk 1 has crc32c") as error:
             shard.prove(1, recorded[0] ^ 1, recorded[0])
         assert error.value.problem == "chunk"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_last_chunk_is_proved_with_its_fill(tmp_path: Path, direct: bool) -> None:
+    built = store(tmp_path, 32)
+    out = aligned(64, 32)
+    for tokens, wrong in ((TOKENS, ""), (TOKENS - 1, "there is data after row 198"), (TOKENS + 1, "row 200 is fill")):
+        layout = replace(built.info.layout, max_tokens=TOKENS + 1)
+        with ShardFile(built.shard(0), layout, tokens) as shard:
+            recorded = shard.read_unproved(192, out, direct=direct)[0]
+            rows, filled = out[: tokens - 192], out[tokens - 192 :]
+            crc = crc32c(rows.reshape(-1).view(np.uint8))
+            if not wrong:
+                shard.prove_last(crc, recorded, rows[-1], filled)
+                with pytest.raises(ShardError, match="chunk 3 has crc32c"):
+                    shard.prove_last(crc ^ 1, recorded, rows[-1], filled)
+                continue
+            with pytest.raises(ShardError, match=wrong) as error:
+                shard.prove_last(crc, recorded, rows[-1], filled)
+            assert error.value.problem == "tokens"
 
 
 def test_it_is_the_device_that_is_read(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +18,10 @@ from hsx.core.layout import shard_key
 from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.show import row_norms, show
+from hsx.stores.reader import Store
 from hsx.testing.stores import BuiltStore, build_store, payload, random_states
-from hsx.verify import KINDS, VerifyReport, verify
+from hsx.verify import KINDS, Reading, VerifyReport, verify
+from hsx.verify.shard import READERS, Expected, ShardProver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +54,40 @@ def test_whole_store_passes(built: BuiltStore) -> None:
     assert seen == [(i, 6) for i in range(1, 7)]
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
     assert {**verify(built.info.path).as_dict(), "seconds": report.seconds} == report.as_dict()
+
+
+def test_more_threads_read_than_compute(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    built = build_store(tmp_path, [random_states(rng, 3, 2, 8) for _ in range(120)], roots=("a",))
+    readers: list[int] = []
+
+    def watch(reading: Reading) -> None:
+        # So many results are not waited for that none of the threads can be at its end yet.
+        if reading.samples == 1:
+            readers.append(sum(thread.name == "hsx-verify-a" for thread in threading.enumerate()))
+
+    assert verify(built.info.path, built.rows, threads=3, watch=watch).ok
+    assert readers == [3 * READERS]
+
+
+def test_readers_wait_for_their_turn_with_what_they_have_read(built: BuiltStore) -> None:
+    met = threading.Barrier(4, timeout=300)
+
+    class Turns:
+        def __enter__(self) -> None:
+            met.wait()  # four have read before one of them looks at it
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    prover = ShardProver(Store(built.info.path), cold=True)
+    expected = [
+        Expected(row.index, row.tokens, row.root, built.shard(row.index), row.nbytes, row.crc32c, row.marker)
+        for row in built.rows[:4]
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        proofs = list(pool.map(lambda one: prover.prove(one, Turns()), expected))
+    assert [proof.findings for proof in proofs] == [()] * 4
 
 
 def flip(built: BuiltStore, index: int, offset: int) -> None:

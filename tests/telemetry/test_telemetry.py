@@ -330,6 +330,17 @@ def test_a_lost_root_keeps_its_reason_and_is_remembered(telemetry: Telemetry) ->
     assert telemetry.snapshot()["last_errors"][-1]["kind"] == "root_unusable"
 
 
+def test_a_silent_root_is_out_of_service_until_it_answers(telemetry: Telemetry, events: list[dict[str, Any]]) -> None:
+    telemetry.root_space("a", 70, room=60, booked=5, speed=1.5e9, state="in_service")
+    telemetry.root_silent("a", 5.0)
+    assert telemetry.snapshot()["roots"]["a"]["state"] == "silent"
+    assert samples_of(telemetry)["hsx_root_in_service", "a"] == 0
+    assert samples_of(telemetry)["hsx_root_free_bytes", "a"] == 70
+    telemetry.root_answered("a")
+    assert samples_of(telemetry)["hsx_root_in_service", "a"] == 1
+    assert [event["event"] for event in events if event.get("root") == "a"] == ["root.silent", "root.answered"]
+
+
 def test_a_pause_of_the_intake_is_logged_once_and_shown_until_it_is_over(
     telemetry: Telemetry, events: list[dict[str, Any]]
 ) -> None:
