@@ -206,9 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_argument(
         "job", metavar="URL|JOB", nargs="?", default="job.toml", help="a status endpoint, or a job file (default: job.toml)"
     )
-    status.add_argument(
-        "--watch", metavar="SECONDS", nargs="?", const="2", help="again and again (2), until the run ends"
-    )
+    status.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help="again and again (2), until the run ends")
     status.add_argument(
         "--token-file", metavar="PATH", default="", help="file with the endpoint's token; default: the job file's"
     )
