@@ -117,6 +117,9 @@ class Farewell:
 
     Args:
         endpoint: where; it may be away for a time, and come back.
+
+    Attributes:
+        listening: the stream is open.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -124,6 +127,7 @@ class Farewell:
         self._said = threading.Event()
         self._closed = threading.Event()
         self._last: dict[str, Any] | None = None
+        self.listening = False
         threading.Thread(target=self._listen, name="farewell", daemon=True).start()
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
@@ -148,12 +152,14 @@ class Farewell:
             answer = connection.getresponse()
             ending = False
             while answer.status == 200 and not self._closed.is_set() and (line := answer.readline(LARGEST)):
+                self.listening = True
                 if line.startswith(b"data: ") and ending:
                     self._last = _decoded(line[6:])
                     self._said.set()
                     return
                 ending = line.strip() == b"event: ended"
         finally:
+            self.listening = False
             connection.close()
 
 
