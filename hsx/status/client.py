@@ -168,7 +168,10 @@ def _get(endpoint: Endpoint, patience_s: float) -> tuple[int, bytes]:
     try:
         connection.request("GET", f"{endpoint.path}/status", headers=endpoint.headers)
         answer = connection.getresponse()
-        return answer.status, answer.read(LARGEST)
+        body = answer.read(LARGEST)
+        if answer.length:
+            raise _unreachable(endpoint, EOFError(f"its answer lacks {answer.length} bytes"))
+        return answer.status, body
     except ConnectionRefusedError as error:
         message = f"nobody listens on {endpoint.url}; expected the endpoint of a run"
         raise NobodyListens("status_unreachable", message) from error
@@ -176,7 +179,9 @@ def _get(endpoint: Endpoint, patience_s: float) -> tuple[int, bytes]:
         # That the connection was closed without a word is also one of these.
         if isinstance(error, ConnectionError):
             raise _unreachable(endpoint, error) from error
-        raise RunError("status_foreign", f"{endpoint.url} does not speak HTTP: {str(error)[:60]}; expected hsx") from error
+        raise RunError(
+            "status_foreign", f"{endpoint.url} does not speak HTTP but {str(error).strip()[:60]!r}; expected hsx"
+        ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _unreachable(endpoint, error, patience_s) from error
     finally:

@@ -185,6 +185,7 @@ async def test_the_run_of_another_job_is_no_answer(tmp_path: Path, capsys: pytes
     job = served_job(tmp_path)
     _, server = server_of(job, store="/elsewhere.zarr")
     await server.start()
+    capsys.readouterr()  # the telemetry's own log
     assert await hsx(left.file, "--json") == ExitCode.INCOMPLETE
     assert "is another one, tiny" in json.loads(capsys.readouterr().out)["why"]
     await server.stop()
@@ -243,8 +244,8 @@ async def test_watching_outlives_the_endpoint_and_ends_with_the_run(tmp_path: Pa
         await server.start()
         await seen(out, "extracting: samples 0/5")
         telemetry.phase("failed", kind="root_unusable", reason="all are lost")
-        await server.stop()
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == ExitCode.RUN_ERROR
+        await server.stop()
     assert out.read_text().splitlines()[-1].startswith("failed: samples 0/5")
 
 
