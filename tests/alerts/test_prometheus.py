@@ -26,7 +26,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "hsx-rules.yml"
 TIMES = 90.0
 HELD = 5
 
-pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
 
 
 @pytest.fixture(scope="module")

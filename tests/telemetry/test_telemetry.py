@@ -401,4 +401,4 @@ def test_metrics_of_limits_verdicts_and_the_end(telemetry: Telemetry, time: Time
 
 
 def test_the_phases_of_the_metric_are_those_of_the_document() -> None:
-    assert metrics.PHASES == get_args(get_type_hints(Phase)["name"])
+    assert get_args(get_type_hints(Phase)["name"]) == metrics.PHASES
