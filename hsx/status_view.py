@@ -72,7 +72,7 @@ def of_ledger(facts: dict[str, Any], now: float) -> RenderableType:
     rows: list[Row] = [
         ("", _bar(tokens["committed"], tokens["total"])),
         ("committed", Text(", ".join(counted))),
-        ("pending", Text(f"{_count(samples['pending'])} samples")),
+        ("pending", Text(_count(samples["pending"]))),
     ]
     if facts["last_commit"] is not None:
         rows.append(("last commit", Text(f"{_ago(facts['last_commit'], now)}, {_time(facts['last_commit'])}")))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from hsx.cli import main
 from hsx.exit_codes import ExitCode
 from hsx.metrics import METRICS
 from hsx.testing.commands import hsx_running, wait_until
@@ -35,7 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def test_a_run_that_stalls_is_scraped_and_fires(tmp_path: Path, server: RunningServer) -> None:
+def test_a_run_that_stalls_is_scraped_and_fires(
+    tmp_path: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     port, rules = free_port(), tmp_path / "rules.yml"
     rules.write_text(faster(RULES.read_text(encoding="utf-8"), TIMES), encoding="utf-8")
     # The watchdog must not end the stall before the alert; nor, on a busy machine, may a request's time run out.
@@ -48,6 +52,8 @@ def test_a_run_that_stalls_is_scraped_and_fires(tmp_path: Path, server: RunningS
             exposed = answer.read()
         assert promtool("check", "metrics", text=exposed) == (0, "")
         assert {spec.name for spec in METRICS} - names(exposed) <= {"hsx_attempts_failed_total"}
+        assert main(["status", str(job.loaded.path)]) == ExitCode.DONE
+        assert f"committed    {HELD} of 8 samples" in capsys.readouterr().out
         with running_prometheus(tmp_path, f"127.0.0.1:{port}", [rules]) as prometheus:
             wait_until(lambda: prometheus.value("hsx_samples_committed_total") == HELD, f"{HELD} samples, as scraped")
             assert prometheus.value('up{job="hsx"}') == 1
@@ -61,6 +67,8 @@ def test_a_run_that_stalls_is_scraped_and_fires(tmp_path: Path, server: RunningS
             # Long enough for HsxGone, were this a job that was not done: 5 min / 90 and more, by Prometheus' own clock.
             wait_until(lambda: (prometheus.value("count_over_time((up == 0)[1h:500ms])") or 0) > 10, "the target is away")
             assert {"HsxGone", "HsxStalled"} & set(prometheus.firing()) == set()
+    assert main(["status", str(job.loaded.path)]) == ExitCode.DONE
+    assert re.match(r"tiny  complete .*\nhsx was not asked: nobody listens on", capsys.readouterr().out)
 
 
 def test_a_run_that_is_killed_is_called_gone(tmp_path: Path, server: RunningServer) -> None:

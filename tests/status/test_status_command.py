@@ -146,7 +146,7 @@ def test_of_a_job_at_rest_the_ledger_is_read_and_that_is_said(tmp_path: Path, ca
     said = capsys.readouterr().out
     assert said.splitlines()[1] == ("hsx was not asked: nobody listens on http://127.0.0.1:8470. This is what the ledger says")
     assert "committed    3 of 5 samples, 6 of 15 tokens" in said
-    assert "pending      1 samples" in said
+    assert "pending      1\n" in said
     assert "quarantine   1: finite 1" in said
     assert re.search(r"roots        a  3 samples, .* free", said)
     assert main(["status", left.file, "--json"]) == ExitCode.INCOMPLETE
