@@ -40,7 +40,7 @@ setup-model: setup
 setup-system:
 	scripts/setup_system.sh
 
-setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trained model, systemd's tools
+setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trained model, Debian's tools
 	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-model setup-system
 
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots

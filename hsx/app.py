@@ -331,6 +331,11 @@ class Run:
                 "tokens": config.pipeline.max_tokens_in_flight,
                 "staging_bytes": self._loaded.staging_bytes,
             },
+            "restart_budget": {
+                "allowed": config.watchdog.restart_budget,
+                "window_s": config.watchdog.restart_window_s,
+                "left": self._parts.supervisor.restarts_left,
+            },
             "capture": {"states": list(self._job.spec.names), "hidden_size": self._job.shape.hidden_size},
             "health": {
                 "ok": not fault,

@@ -200,6 +200,16 @@ def build_parser() -> argparse.ArgumentParser:
     units.add_argument("--root", default="/", metavar="FOLDER", help="write below this folder, for an image (default: /)")
     units.add_argument("--user", default="hsx", help="user and group of the units (default: hsx)")
     units.add_argument("--python", default="", metavar="PATH", help="interpreter that has hsx; default: this one")
+    status = commands.add_parser(
+        "status", parents=[json, verbose], help="say how a run stands; or its job, by the ledger alone"
+    )
+    status.add_argument(
+        "job", metavar="URL|JOB", nargs="?", default="job.toml", help="a status endpoint, or a job file (default: job.toml)"
+    )
+    status.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help="again and again (2), until the run ends")
+    status.add_argument(
+        "--token-file", metavar="PATH", default="", help="file with the endpoint's token; default: the job file's"
+    )
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
     return parser

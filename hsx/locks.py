@@ -64,6 +64,18 @@ def locked(path: Path, what: str, kind: str = "ledger_failed") -> Iterator[None]
             os.close(descriptor)
 
 
+def holder_of(path: Path) -> str:
+    """Who holds the lock file at `path` now, in words; "" where nobody on this machine does. Does not touch the lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return _holder(descriptor) if _kernels_holder(descriptor) else ""
+    finally:
+        os.close(descriptor)
+
+
 class Homes:
     """The right to change where committed samples lie; implements the port `Homes`. It dies with its holder.
 

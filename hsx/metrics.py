@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from hsx.core.invariants import INVARIANTS
 from hsx.core.lifecycle import State
+from hsx.core.policy import POLICY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+PHASES: Final = ("starting", "extracting", "draining", "done", "interrupted", "failed")
+"""As the status document has them (`hsx.status.document.Phase`)."""
 
 Values = float | Mapping[str, float] | None
 
@@ -58,6 +62,38 @@ def _violations(data: dict[str, Any]) -> Values:
 def _violations_of_job(data: dict[str, Any]) -> Values:
     counted: dict[str, float] = data["invariants"]["job"]["by_name"]
     return {name: counted.get(name, 0) for name in {**INVARIANTS, **counted}}
+
+
+def _restarts(data: dict[str, Any]) -> Values:
+    # A counter that appears with its first restart has not increased, to Prometheus: what voids an epoch is there at 0.
+    voiding = {reason: 0.0 for reason, rule in POLICY.items() if rule.epoch in ("void", "count")}
+    return {**voiding, **data["engine"]["restarts"]["by_reason"]}
+
+
+def _phases(data: dict[str, Any]) -> Values:
+    return {phase: int(phase == data["phase"]["name"]) for phase in PHASES}
+
+
+def _said(verdict: str) -> Callable[[dict[str, Any]], Values]:
+    return lambda data: int(data[verdict]["ok"]) if verdict in data else None
+
+
+def _limit(name: str) -> Callable[[dict[str, Any]], Values]:
+    return lambda data: data.get("limits", {}).get(name)
+
+
+def _budget(name: str) -> Callable[[dict[str, Any]], Values]:
+    return lambda data: data.get("restart_budget", {}).get(name)
+
+
+def _tokens_pending(data: dict[str, Any]) -> Values:
+    tokens = data["progress"]["tokens"]
+    return max(0, tokens["total"] - tokens["committed"]) if "total" in tokens else None
+
+
+def _end(data: dict[str, Any]) -> Values:
+    left: float | None = data["progress"]["eta"]["seconds"]
+    return None if left is None else data["time"] + left
 
 
 def _states(data: dict[str, Any]) -> Values:
@@ -123,7 +159,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "reason",
         "Restarts of the server",
-        lambda data: data["engine"]["restarts"]["by_reason"],
+        _restarts,
     ),
     MetricSpec(
         "hsx_samples_requeued_total",
@@ -143,6 +179,17 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         lambda data: data["progress"]["step_seconds"],
     ),
     MetricSpec("hsx_engine_state", "gauge", "state", "1 for the state the engine is in, 0 for the others", _states),
+    MetricSpec("hsx_phase", "gauge", "phase", "1 for the phase the run is in, 0 for the others", _phases),
+    MetricSpec(
+        "hsx_sound", "gauge", "", "What /healthz says: 1 while the run gets on, or waits for something known", _said("health")
+    ),
+    MetricSpec("hsx_ready", "gauge", "", "What /readyz says: 1 while the engine is READY and there is room", _said("ready")),
+    MetricSpec(
+        "hsx_restart_budget", "gauge", "", "Restarts of the server that are allowed within the window", _budget("allowed")
+    ),
+    MetricSpec(
+        "hsx_restart_budget_left", "gauge", "", "Restarts left; with 0, the next one needed ends the run", _budget("left")
+    ),
     MetricSpec("hsx_epochs", "gauge", "", "Epochs begun in this run", lambda data: data["engine"]["epoch"]["count"]),
     MetricSpec(
         "hsx_requests_in_flight", "gauge", "", "Requests sent and not yet answered", lambda data: data["in_flight"]["requests"]
@@ -151,6 +198,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "hsx_tokens_in_flight", "gauge", "", "Prompt tokens of the requests in flight", lambda data: data["in_flight"]["tokens"]
     ),
     MetricSpec("hsx_staging_bytes", "gauge", "", "Bytes of the dump directory in use", lambda data: data["staging"]["bytes"]),
+    MetricSpec("hsx_requests_limit", "gauge", "", "Requests that may be at the server at once", _limit("requests")),
+    MetricSpec("hsx_tokens_limit", "gauge", "", "Prompt tokens that may be at the server at once", _limit("tokens")),
+    MetricSpec("hsx_staging_limit_bytes", "gauge", "", "Bytes that dumps may take at once", _limit("staging_bytes")),
+    MetricSpec(
+        "hsx_root_size_bytes", "gauge", "root", "Size of a root's file system", _of_roots(lambda root: root.get("size_bytes"))
+    ),
     MetricSpec(
         "hsx_root_free_bytes",
         "gauge",
@@ -179,6 +232,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "1 while a root takes shards, 0 once it is lost, and while it is drained, refuses or does not answer",
         _of_roots(lambda root: int(root["state"] == "in_service")),
     ),
+    MetricSpec("hsx_root_lost", "gauge", "root", "1 once a root is lost", _of_roots(lambda root: int(root["state"] == "lost"))),
     MetricSpec("hsx_intake_paused", "gauge", "kind", "1 while no sample is started for want of room, by kind", _paused),
     MetricSpec(
         "hsx_job_samples",
@@ -193,6 +247,20 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "",
         "Samples neither committed nor quarantined",
         lambda data: data["progress"]["samples"].get("pending"),
+    ),
+    MetricSpec(
+        "hsx_job_tokens", "gauge", "", "Tokens of the job's samples", lambda data: data["progress"]["tokens"].get("total")
+    ),
+    MetricSpec("hsx_tokens_pending", "gauge", "", "Tokens of the job that are not committed", _tokens_pending),
+    MetricSpec(
+        "hsx_eta_seconds",
+        "gauge",
+        "",
+        "Time left; absent while it cannot be told",
+        lambda data: data["progress"]["eta"]["seconds"],
+    ),
+    MetricSpec(
+        "hsx_expected_end_timestamp_seconds", "gauge", "", "When the job will be done, in Unix seconds; absent as above", _end
     ),
 )
 

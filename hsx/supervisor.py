@@ -123,6 +123,12 @@ class Supervisor:
         return self._parts.owner.situation if self._state is State.STARTING else ""
 
     @property
+    def restarts_left(self) -> int:
+        """Restarts that the budget still allows: within its window, and of failed starts in a row."""
+        allowed = self._policy.budget - self._failed_starts
+        return max(0, min(self._policy.left(self._parts.clock.monotonic()), allowed))
+
+    @property
     def epoch(self) -> LiveEpoch | None:
         """The current epoch; None unless the engine is READY."""
         return self._epoch

@@ -57,6 +57,11 @@ class RestartPolicy:
         """Another budget from now on; what was used of the old one counts."""
         self._limits = replace(self._limits, budget=budget, window_s=window_s)
 
+    def left(self, now: float) -> int:
+        """Restarts that the budget still allows at monotonic time `now`."""
+        begun = sum(time > now - self._limits.window_s for time in self._times)
+        return max(0, self._limits.budget - begun)
+
     @property
     def budget(self) -> int:
         """Restarts allowed within the window."""

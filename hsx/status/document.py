@@ -314,6 +314,16 @@ class Limits(Part, frozen=True, kw_only=True):
     staging_bytes: int | UnsetType = UNSET
 
 
+class RestartBudget(Part, frozen=True, kw_only=True):
+    """How often the server may be restarted before the run ends."""
+
+    allowed: int
+    """Within the window: `watchdog.restart_budget`."""
+    window_s: float
+    left: int
+    """With 0 left, the next restart that is needed ends the run."""
+
+
 class Capture(Part, frozen=True, kw_only=True):
     """What is extracted."""
 
@@ -357,6 +367,7 @@ class StatusDocument(Part, frozen=True, kw_only=True):
     health: Verdict
     """What `/healthz` says, while the document is fresh."""
     limits: Limits | UnsetType = UNSET
+    restart_budget: RestartBudget | UnsetType = UNSET
     capture: Capture | UnsetType = UNSET
 
 

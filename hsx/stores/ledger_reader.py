@@ -101,6 +101,15 @@ class ViolationRow:
     evidence: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceRow:
+    """What is committed to one root: samples, bytes of their shards (shared ones once), when the last was (Unix seconds)."""
+
+    samples: int
+    nbytes: int
+    last: float
+
+
 class LedgerReader:
     """Reads a ledger. Iterators stream, so memory does not grow with the job.
 
@@ -204,6 +213,15 @@ class LedgerReader:
         query = "SELECT ifnull(reason, ''), count(*) FROM samples WHERE state = 'quarantined' GROUP BY 1 ORDER BY 1"
         with translated(self._path):
             return dict(self._connection.execute(query).fetchall())
+
+    def committed_by_root(self) -> dict[str, PlaceRow]:
+        """What is committed to each root that has anything. Reads all rows: seconds, where there are millions."""
+        query = (
+            "SELECT root, count(*), sum(nbytes * (1 - shared)), max(committed_at) FROM samples WHERE state = 'committed' "
+            "GROUP BY root ORDER BY root"
+        )
+        with translated(self._path):
+            return {root: PlaceRow(*values) for root, *values in self._connection.execute(query)}
 
     def rejected(self) -> Iterator[BadRow]:
         """Every dataset row that was rejected, in line order."""

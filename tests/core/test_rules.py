@@ -65,6 +65,7 @@ def test_never_more_restarts_in_a_window_than_the_budget(gaps: list[float], unif
     for gap in gaps:
         now += gap
         recent = sum(t > now - 100.0 for t in granted)
+        assert policy.left(now) == 3 - recent
         delay = policy.next_delay(now, uniform)
         if delay is not None:
             assert 0.8 <= delay <= 9.6

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import structlog
@@ -17,6 +18,8 @@ from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
 from hsx.ports import Counts
 from hsx.progress_view import summary_line
+from hsx.status import StatusServer
+from hsx.status.document import Phase
 from hsx.telemetry import LAST_ERRORS, LAST_RESTARTS, Telemetry
 
 EPOCH = "8d4b7f0e-0000-4000-8000-000000000001"
@@ -264,7 +267,17 @@ def test_memory_does_not_grow_with_the_samples(time: Time) -> None:
     assert data["last_errors"][-1]["message"] == "evidence 000011999"
 
 
-def samples_of(telemetry: Telemetry) -> dict[tuple[str, str], float]:
+@dataclass(frozen=True)
+class Fixed:
+    """Somebody who holds a status document."""
+
+    document: dict[str, Any]
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.document
+
+
+def samples_of(telemetry: metrics.HasSnapshot) -> dict[tuple[str, str], float]:
     """Every exported sample by its name and its label's value, through Prometheus' own parser."""
     text = metrics.render(metrics.registry_of(telemetry)).decode()
     return {
@@ -354,3 +367,49 @@ def test_a_pause_of_the_intake_is_logged_once_and_shown_until_it_is_over(
     assert [pause["message"] for pause in shown["intake"]["pauses"]] == ["free 1 MB on root a"]
     assert "PAUSED: free 1 MB on root a" in summary_line(shown)
     assert telemetry.snapshot()["intake"] == {"paused": False, "pauses": []}
+
+
+def test_metrics_of_limits_verdicts_and_the_end(telemetry: Telemetry, time: Time) -> None:
+    begin(telemetry)
+    time.now += 10.0
+    commit(telemetry, 0)
+    telemetry.phase("extracting")
+    telemetry.root_known("a", "/a", 1000, 10)
+    telemetry.root_lost("a", "root_unusable", "EIO")
+    facts = {
+        "limits": {"requests": 4, "tokens": 40, "staging_bytes": 400},
+        "restart_budget": {"allowed": 5, "window_s": 3600.0, "left": 2},
+    }
+    document = StatusServer(telemetry, lambda: facts, "127.0.0.1", 0).document()
+    found = samples_of(Fixed(document))
+    tokens, left = document["progress"]["tokens"], document["progress"]["eta"]["seconds"]
+    assert left > 0
+    expected = {
+        ("hsx_phase", "extracting"): 1,
+        ("hsx_phase", "done"): 0,
+        ("hsx_sound", ""): 1,
+        ("hsx_ready", ""): 0,
+        ("hsx_requests_limit", ""): 4,
+        ("hsx_tokens_limit", ""): 40,
+        ("hsx_staging_limit_bytes", ""): 400,
+        ("hsx_restart_budget", ""): 5,
+        ("hsx_restart_budget_left", ""): 2,
+        ("hsx_root_size_bytes", "a"): 1000,
+        ("hsx_root_lost", "a"): 1,
+        ("hsx_job_tokens", ""): tokens["total"],
+        ("hsx_tokens_pending", ""): tokens["total"] - tokens["committed"],
+        ("hsx_eta_seconds", ""): left,
+        ("hsx_expected_end_timestamp_seconds", ""): document["time"] + left,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    # What voids an epoch is there at 0 before it happens: an increase from nothing to 1 is none to Prometheus.
+    assert found["hsx_restarts_total", "alive"] == 0
+    # A run that has all of it exports every metric of the table; it lacks those that count reasons or pauses of its own.
+    assert {spec.name for spec in metrics.METRICS} - {name for name, _ in found} == {
+        "hsx_attempts_failed_total",
+        "hsx_root_bytes_per_second",
+    }
+
+
+def test_the_phases_of_the_metric_are_those_of_the_document() -> None:
+    assert get_args(get_type_hints(Phase)["name"]) == metrics.PHASES
