@@ -66,7 +66,7 @@ class BadRow:
         line: 1-based line number in the file.
         sample_id: the row's id where it could be read, else "".
         reason: stable name: `not_json`, `missing_field`, `empty`, `bad_type`, `out_of_vocabulary`, `too_long`, `duplicate_id`,
-            `mask_length`, `bad_mask`, `bad_chat`.
+            `mask_length`, `bad_mask`, `bad_chat`, `no_loss`.
         message: what was expected and what was found.
     """
 

@@ -372,4 +372,5 @@ def _restored(raw: NDArray[np.uint8], layout: StoreLayout) -> NDArray[np.uint16]
     import ml_dtypes
 
     values = raw[..., :-4].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) * raw[..., -4:].copy().view(np.float32)
-    return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    bits: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return bits

@@ -20,7 +20,7 @@ FINITE = st.integers(0, 0xFFFF).filter(lambda bits: bits & 0x7F80 != 0x7F80)
 
 
 def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
-    return bits.view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.asarray(bits.view(ml_dtypes.bfloat16), np.float64)
 
 
 def stored(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
