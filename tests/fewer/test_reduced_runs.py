@@ -1,4 +1,4 @@
-"""Whole runs that store less than they capture: the truth, as far as conversion lets it be, and every command on such stores."""
+"""Whole runs that store less than they capture: the truth, as far as conversion lets it, and every command on such stores."""
 
 from __future__ import annotations
 
