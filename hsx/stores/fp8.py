@@ -14,7 +14,7 @@ it never comes back as zeros.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 LARGEST: Final = 448.0
 """The largest finite e4m3fn value."""
 ZERO_SCALE: Final = 1e-12
+_NORMAL: Final = 2.0**-126
+_BLOCK: Final = 1 << 18
+"""Elements that are converted at once: their float32 values stay in the processor's cache from one pass to the next."""
 ROW_ERROR: Final = 2.0**-4
 """Largest error of a row, norm over norm, but for `sqrt(H) / 2**19` of elements too small for e4m3's exponents."""
 
@@ -43,17 +46,30 @@ def quantise(bits: NDArray[np.uint16], out: NDArray[np.uint8]) -> None:
         bits: bf16 bits, C-contiguous [rows, L, H], finite.
         out: uint8 [rows, L, H + 4]; filled with H e4m3 values and the bytes of their scale, little endian.
     """
+    for first in range(0, len(bits), step := _step(bits)):
+        _quantise(bits[first : first + step], out[first : first + step])
+
+
+def _quantise(bits: NDArray[np.uint16], out: NDArray[np.uint8]) -> None:
     import torch  # only stores in fp8 need it
 
     width = bits.shape[-1]
-    values = torch.from_numpy(bits).view(torch.bfloat16).float()
-    largest = values.abs().amax(-1, keepdim=True)
-    scale = largest / LARGEST
+    # As numbers, the bits of positive values are in the order of the values, and so are those of negative ones.
+    positive, any_sign = bits.view(np.int16).max(-1, keepdims=True), bits.max(-1, keepdims=True)
+    largest = np.maximum(np.maximum(positive, 0).view(np.uint16), np.where(any_sign >> 15, any_sign & 0x7FFF, 0))
+    scale = (largest.astype(np.uint32) << np.uint32(16)).view(np.float32) / np.float32(LARGEST)
     scale[largest == 0] = ZERO_SCALE
-    # Clamped: a scale among float32's subnormal numbers is rounded so coarsely that the largest element may pass 448.
-    quotients = values.div_(scale).clamp_(-LARGEST, LARGEST)
-    out[..., :width] = quotients.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    out[..., width:] = scale.numpy().astype("<f4", copy=False).view(np.uint8)
+    values = torch.from_numpy(bits).view(torch.bfloat16).float().div_(torch.from_numpy(scale))
+    if float(scale.min()) < _NORMAL:
+        # A scale among float32's subnormal numbers is rounded so coarsely that the largest element may pass 448.
+        values.clamp_(-LARGEST, LARGEST)
+    out[..., :width] = values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    out[..., width:] = scale.astype("<f4", copy=False).view(np.uint8)
+
+
+def _step(rows: NDArray[Any]) -> int:
+    """How many tokens are converted at once."""
+    return max(1, _BLOCK // (rows.shape[-2] * rows.shape[-1]))
 
 
 def dequantise(stored: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
@@ -66,9 +82,11 @@ def dequantise(stored: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
     import torch  # as above
 
     width = out.shape[-1]
-    values = np.take(_table(), stored[..., :width])
-    values *= scales(stored)
-    out[...] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    for first in range(0, len(out), step := _step(out)):
+        part = stored[first : first + step]
+        values = np.take(_table(), part[..., :width])
+        values *= scales(part)
+        out[first : first + step] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
 def converted(values: torch.Tensor) -> torch.Tensor:
