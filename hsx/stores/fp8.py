@@ -69,7 +69,8 @@ def _quantise(bits: NDArray[np.uint16], out: NDArray[np.uint8]) -> None:
 
 def _step(rows: NDArray[Any]) -> int:
     """How many tokens are converted at once."""
-    return max(1, _BLOCK // (rows.shape[-2] * rows.shape[-1]))
+    tokens: int = _BLOCK // (rows.shape[-2] * rows.shape[-1])
+    return max(1, tokens)
 
 
 def dequantise(stored: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:

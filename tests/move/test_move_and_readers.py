@@ -46,7 +46,9 @@ class AgreeingCanary:
     def __init__(self) -> None:
         self.asked: list[NDArray[np.uint16]] = []
 
-    async def agrees(self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16]) -> Violation | None:
+    async def agrees(
+        self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16], kept: NDArray[np.int64] | None
+    ) -> Violation | None:
         self.asked.append(stored)
         return None
 
