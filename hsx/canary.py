@@ -53,6 +53,7 @@ class Canary:
         outstanding: knows the markers under way.
         measure: measures a dump's tensors against the ids asked for.
         distances: relative distance of each row of two states, [tokens, L].
+        rounding: relative distance that storing a row adds to that of two runs.
         room: waits until the dump directory has room for so many bytes; raises EngineError `staging_full` where nobody waits.
     """
 
@@ -68,6 +69,7 @@ class Canary:
     measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content]
     distances: Callable[[NDArray[np.uint16], NDArray[np.uint16]], NDArray[np.float32]]
     room: Callable[[int], Awaitable[object]]
+    rounding: float = 0.0
     _reference: dict[str, NDArray[np.uint16]] = field(default_factory=dict)
 
     async def check(self, epoch: LiveEpoch) -> dict[int, int]:
@@ -89,19 +91,24 @@ class Canary:
             vouched[rank] = min(number, other)
         return vouched
 
-    async def agrees(self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16]) -> Violation | None:
+    async def agrees(
+        self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16], kept: NDArray[np.int64] | None = None
+    ) -> Violation | None:
         """Has a prompt extracted again, and compares it with what is stored of it: None where they agree.
 
         Args:
             epoch: a server whose own canary is sound.
             ids: int32 [tokens].
-            stored: bf16 bits, [tokens, L, H].
+            stored: bf16 bits, [rows, L, H].
+            kept: int64 [rows], the tokens that the rows are of; None: all.
 
         Raises as `check`.
         """
         ((states, _),) = await self._bring(epoch, [ids])
         # A sample may have half a gigabyte of states: not on the event loop.
-        return fingerprint(await asyncio.to_thread(self._beyond, stored, states), self.tolerance)
+        wanted = states if kept is None else await asyncio.to_thread(np.take, states, kept, 0)
+        tolerance = self.tolerance + self.rounding
+        return fingerprint(await asyncio.to_thread(self._beyond, stored, wanted, tolerance), tolerance)
 
     async def _bring(
         self, epoch: LiveEpoch, prompts: list[NDArray[np.int32]], rank: int | None = None
@@ -128,9 +135,9 @@ class Canary:
                 self.outstanding.settle(probe.marker)  # what it leaves, or brings yet, is swept
             await asyncio.to_thread(self._discard, epoch, probes)
 
-    def _beyond(self, found: NDArray[np.uint16], wanted: NDArray[np.uint16]) -> tuple[float, ...]:
+    def _beyond(self, found: NDArray[np.uint16], wanted: NDArray[np.uint16], tolerance: float) -> tuple[float, ...]:
         """For each state, the share of its rows that lie further apart than the tolerance."""
-        return tuple(float(share) for share in np.mean(self.distances(found, wanted) > self.tolerance, axis=0))
+        return tuple(float(share) for share in np.mean(self.distances(found, wanted) > tolerance, axis=0))
 
     def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
         """The twins' ids, int32, spread over the vocabulary, and how many of them they share."""
@@ -200,7 +207,7 @@ class Canary:
         violation = twins(partings, self.tolerance)
         if violation is None:  # only states that passed may become what later ones are compared with
             wanted = await self._first_boot(one, ids)
-            violation = fingerprint(self._beyond(one, wanted), self.tolerance)
+            violation = fingerprint(self._beyond(one, wanted, self.tolerance), self.tolerance)
         if violation is not None:
             evidence = violation.evidence if rank is None else f"DP rank {rank}: {violation.evidence}"
             raise CanaryError("canary_failed", Violation(violation.invariant, evidence))

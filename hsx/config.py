@@ -167,6 +167,14 @@ class Storage(Section, frozen=True, kw_only=True):
     codec: Literal["none", "blosc", "zstd"] = "none"
     """Compression of the inner chunks: `blosc` (lz4, bitshuffle) or `zstd`; about a fifth less bytes for two to three times the
     processor time. Fixed at the first run."""
+    tokens: Literal["all", "loss"] = "all"
+    """Which tokens' states are stored. `loss`: those where the loss mask is set, and `context` tokens on either side; ids and
+    loss mask stay whole. All are captured and proved, whatever is stored. Fixed at the first run."""
+    context: NonNegative = 0
+    """With `tokens = "loss"`: how many tokens before and after one of the loss mask are stored, too. Fixed at the first run."""
+    dtype: Literal["bf16", "fp8_e4m3"] = "bf16"
+    """`fp8_e4m3`: about half the bytes, e4m3 values and a float32 scale for each state of a token; an error of up to 6.25% in
+    each value. Readers give bf16. Fixed at the first run."""
     durability: Literal["commit", "relaxed"] = "commit"
     """`commit`: what is committed survives a power cut; `relaxed`: disks are synced now and then only, and after a power cut
     the samples committed since the last time are read again, and extracted again where they are damaged."""

@@ -76,6 +76,7 @@ def check(
     places = _Places(loaded, disks or Disks())
     findings = [
         *_capture(loaded, shape),
+        *_storage(loaded, shape),
         *_lengths(loaded, shape),
         *_staging(loaded, shape, longest, places),
         *_roots(loaded, places),
@@ -114,6 +115,18 @@ def _capture(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding
     for problem in spec.problems(layers):
         key, _, message = problem.partition(" ")  # each sentence begins with its key
         yield Finding("error", key, message)
+
+
+def _storage(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:
+    storage = loaded.config.storage
+    if storage.context and storage.tokens == "all":
+        yield Finding(
+            "error", "storage.context", f"is {storage.context}, and storage.tokens is 'all'; expected 0, or tokens = 'loss'"
+        )
+    if storage.dtype != "bf16" and shape is not None and shape.hidden_size % 2:
+        yield Finding(
+            "error", "storage.dtype", f"is {storage.dtype!r}; expected 'bf16' for a model of the odd width {shape.hidden_size}"
+        )
 
 
 def _lengths(loaded: LoadedConfig, shape: ModelShape | None) -> Iterator[Finding]:

@@ -79,7 +79,8 @@ class Settings:
         dump_deadline_s: longest time from an answer to its dump.
         request_timeout_s: longest time for a request, given the tokens in flight.
         congestion_s: longest time without a dump while the server's queue is full.
-        shard_bytes: size of a sample's shard file, or the most that it may be, given its tokens.
+        shard_bytes: size of a sample's shard file, or the most that it may be, given its index.
+        kept: the tokens of a sample that are stored, given its index; None: all.
         leases: how many leases are taken in one ledger transaction.
     """
 
@@ -91,6 +92,7 @@ class Settings:
     request_timeout_s: Callable[[int], float]
     congestion_s: float
     shard_bytes: Callable[[int], int]
+    kept: Callable[[int], NDArray[np.int64] | None]
     leases: int = 64
 
 
@@ -249,7 +251,8 @@ class Pipeline:
             epoch.check()
             ids = self._parts.samples.input_ids(lease.sample.index)
             stream = epoch.stream(dump.header.rank)
-            payload = Payload(marker, stream, dump.header.sequence, ids, dump.states, content.crcs, dump.source)
+            kept = self._settings.kept(marker.index)
+            payload = Payload(marker, stream, dump.header.sequence, ids, dump.states, content.crcs, dump.source, kept)
             while True:
                 # Its root was promised before it was asked for. Where that one failed meanwhile another one takes it, and while
                 # none has room the dump waits.
@@ -291,7 +294,7 @@ class Pipeline:
         while (lease := await self._next_lease()) is not None:
             await self._parts.pace.acquire()
             await self._parts.engine.ready()
-            place = await self._enter(lease.sample.tokens)
+            place = await self._enter(lease.sample.index, lease.sample.tokens)
             epoch = self._parts.engine.epoch
             if epoch is None or not self._parts.suspects.admits(lease.sample.index):
                 # The server died while this one waited. Its place is given back: the next server's canary needs room, too.
@@ -331,10 +334,10 @@ class Pipeline:
             else:
                 return None
 
-    async def _enter(self, tokens: int) -> Place:
+    async def _enter(self, index: int, tokens: int) -> Place:
         settings = self._settings
         size = dump_bytes(settings.spec, settings.hidden_size, tokens)
-        return await self._parts.admission.enter(tokens, size, settings.shard_bytes(tokens))
+        return await self._parts.admission.enter(tokens, size, settings.shard_bytes(index))
 
     # --- when a step fails ------------------------------------------------------------------------------------------
 
@@ -447,7 +450,7 @@ class Pipeline:
                     if marker.tokens == lease.sample.tokens and marker.attempt <= lease.attempt:
                         dump = self._parts.sweeper.open(epoch, marker)
                         with epoch.attempt():
-                            shard = Booking(self._settings.shard_bytes(marker.tokens))
+                            shard = Booking(self._settings.shard_bytes(marker.index))
                             await self._store(lease, marker, epoch, dump, shard, StopWatch(self._parts.clock), adopted=True)
                 except SampleError as error:
                     self._parts.observer.error_met(error.kind, f"not adopted: {error.message}")

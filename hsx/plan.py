@@ -69,8 +69,9 @@ class Plan:
         longest: tokens of the longest.
         rejected: bad rows left out.
         buckets: samples and tokens by length, shortest first.
-        bytes_per_token: payload of one token.
-        payload_bytes: payload of all tokens.
+        stored_tokens: those of them that are stored.
+        bytes_per_token: payload of one stored token.
+        payload_bytes: payload of all of them.
         file_bytes: shard files of all samples, with checksums, padding and indexes.
         roots: each root's part.
         unplaced: samples that no root has room for.
@@ -79,6 +80,7 @@ class Plan:
         tokens_per_s: the rate that `hours` is reckoned with, if one is known.
         rate_source: where that rate comes from: `given`, `measured` or "".
         codec: how inner chunks are compressed; what that saves is not known before, and file sizes are the most that can be.
+        dtype: what values are stored as.
         shared: further samples, in none of these numbers, whose prompts are identical with another one's: they take nothing.
         shared_tokens: their tokens, which are not prefilled.
         shared_bytes: what their shard files would take.
@@ -89,6 +91,7 @@ class Plan:
     longest: int
     rejected: int
     buckets: tuple[Bucket, ...]
+    stored_tokens: int
     bytes_per_token: int
     payload_bytes: int
     file_bytes: int
@@ -99,6 +102,7 @@ class Plan:
     tokens_per_s: float | None
     rate_source: str
     codec: str
+    dtype: str = "bf16"
     shared: int = 0
     shared_tokens: int = 0
     shared_bytes: int = 0
@@ -155,7 +159,10 @@ def plan(
     tokens_per_s: float | None = None,
     rate_source: str = "",
     codec: str = "none",
+    dtype: str = "bf16",
+    rows: NDArray[np.int64] | None = None,
     shared: NDArray[np.int64] | None = None,
+    shared_rows: NDArray[np.int64] | None = None,
 ) -> Plan:
     """Plans a job.
 
@@ -169,34 +176,41 @@ def plan(
         tokens_per_s: a rate, if one is known.
         rate_source: `given` or `measured`.
         codec: `storage.codec`.
+        dtype: `storage.dtype`.
+        rows: int64 [samples], tokens of each sample that are stored; None: all.
         shared: tokens of the samples that are committed with another one, whose prompt is the same; not among `lengths`.
+        shared_rows: those of them that would be stored; None: all.
     """
     longest = int(lengths.max())
-    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size, codec=codec)
-    shards = _shards(layout, lengths)
+    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size, codec=codec, dtype=dtype)
+    stored = lengths if rows is None else rows
+    shards = _shards(layout, stored)
     saved = np.empty(0, np.int64) if shared is None else shared
     placed, unplaced = _place(roots, shards)
-    token_bytes = bytes_per_token(capture, hidden_size)
+    token_bytes = layout.token_bytes
+    dump_bytes = bytes_per_token(capture, hidden_size) + ID_BYTES
     return Plan(
         samples=len(lengths),
         tokens=int(lengths.sum()),
         longest=longest,
         rejected=rejected,
         buckets=_buckets(lengths),
+        stored_tokens=int(stored.sum()),
         bytes_per_token=token_bytes,
-        payload_bytes=int(lengths.sum()) * token_bytes,
+        payload_bytes=int(stored.sum()) * token_bytes,
         file_bytes=sum(shards),
         roots=placed,
         unplaced=unplaced,
         # a page of header, the states, and the ids, on whole pages of the tmpfs
-        dump_bytes=PAGE + round_up(longest * (token_bytes + ID_BYTES), PAGE),
+        dump_bytes=PAGE + round_up(longest * dump_bytes, PAGE),
         staging_bytes=staging_bytes,
         tokens_per_s=tokens_per_s,
         rate_source=rate_source if tokens_per_s else "",
         codec=codec,
+        dtype=dtype,
         shared=len(saved),
         shared_tokens=int(saved.sum()),
-        shared_bytes=sum(_shards(layout, saved)),
+        shared_bytes=sum(_shards(layout, saved if shared_rows is None else shared_rows)),
     )
 
 

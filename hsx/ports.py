@@ -66,7 +66,7 @@ class BadRow:
         line: 1-based line number in the file.
         sample_id: the row's id where it could be read, else "".
         reason: stable name: `not_json`, `missing_field`, `empty`, `bad_type`, `out_of_vocabulary`, `too_long`, `duplicate_id`,
-            `mask_length`, `bad_mask`, `bad_chat`.
+            `mask_length`, `bad_mask`, `bad_chat`, `no_loss`.
         message: what was expected and what was found.
     """
 
@@ -102,6 +102,10 @@ class Samples(Protocol):
 
     def input_ids(self, index: int) -> NDArray[np.int32]:
         """Ids of sample `index`, int32 [tokens]. A short read of a local file; may be called on the event loop."""
+        ...
+
+    def loss_mask(self, index: int) -> NDArray[np.uint8]:
+        """Loss mask of sample `index`, uint8 [tokens] of 0 and 1. As short a read; for stores that keep its tokens alone."""
         ...
 
     def sample_id(self, index: int) -> str:
@@ -332,6 +336,7 @@ class Payload:
         crcs: crc32c of the rows of each inner chunk, in order, taken when the states were judged; empty: to be reckoned. The
             last one covers the real rows alone.
         source: (descriptor, offset) of the file that `states` is a mapping of, for copies within the kernel; None: not known.
+        kept: positions of the tokens that the store keeps, rising, int64 [rows], at least one; None: all. `states` are whole.
     """
 
     marker: Marker
@@ -341,6 +346,7 @@ class Payload:
     states: NDArray[np.uint16]
     crcs: tuple[int, ...] = ()
     source: tuple[int, int] | None = None
+    kept: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +356,7 @@ class Receipt:
     Attributes:
         root: name of the root it lies on.
         nbytes: size of the shard file.
-        crc32c: of the payload (all bf16 bytes of the sample, token-major, padding excluded).
+        crc32c: of the payload (all bytes of the rows as they are stored, token-major, padding excluded).
     """
 
     root: str
@@ -381,10 +387,16 @@ class Root(Protocol):
         ...
 
     def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
-        """bf16 bits [tokens, L, H] of a shard that is here, checked. Raises RunError `store_invalid`.
+        """bf16 bits [rows, L, H] of a shard that is here, checked: of all `tokens`, or of those that the store keeps.
 
         By its own record it has to be that of sample `captured_as` (default: `index`); see `CommittedRow`.
+
+        Raises RunError `store_invalid`.
         """
+        ...
+
+    def checksum(self, index: int, tokens: int, captured_as: int | None = None) -> int:
+        """The crc32c of the payload of a shard that is here, read whole, as `Receipt.crc32c`. Checks and raises as `read`."""
         ...
 
     def link(self, index: int, others: Sequence[int]) -> list[int]:

@@ -12,10 +12,20 @@ from hsx.errors import RunError
 from hsx.index import build_index, recorded_bad_rows
 from hsx.model_config import model_fingerprint, read_model_shape
 from hsx.stores import ledger
-from hsx.stores.group import FORMAT, StoreInfo, create_store, open_store, refuse_populated, require_run, require_unsealed
+from hsx.stores.group import (
+    FORMAT,
+    REDUCED_FORMAT,
+    StoreInfo,
+    create_store,
+    open_store,
+    refuse_populated,
+    require_run,
+    require_unsealed,
+)
 from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, translated
+from hsx.stores.selection import StoredPrompts
 from hsx.stores.tokens import TokenTable
 from hsx.twins import find_twins
 
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from hsx.config import Storage
     from hsx.config_load import LoadedConfig
     from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.ports import Dataset
@@ -56,10 +67,32 @@ def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> di
         "dataset.max_tokens": str(longest_allowed(config, shape)),
         "capture.layers": str(list(config.capture.layers)),
         "capture.final": config.capture.final,
-        "store.format": FORMAT,
+        "store.format": REDUCED_FORMAT if _less(config.storage) else FORMAT,
         "store.chunk_tokens": str(CHUNK_TOKENS),
         "storage.codec": config.storage.codec,
+        **_less(config.storage),
     }
+
+
+def _less(storage: Storage) -> dict[str, str]:
+    """What makes the store keep less than is captured; nothing for a whole one, as in jobs of before there was a choice."""
+    whole = {"tokens": "all", "context": 0, "dtype": "bf16"}
+    return {f"storage.{key}": str(getattr(storage, key)) for key in whole if getattr(storage, key) != whole[key]}
+
+
+def store_layout(loaded: LoadedConfig, samples: TokenTable, shape: ModelShape) -> StoreLayout:
+    """The shape of the store that a job file asks for."""
+    storage = loaded.config.storage
+    return StoreLayout(
+        samples.count,
+        int(samples.lengths.max()),
+        loaded.spec.states,
+        shape.hidden_size,
+        codec=storage.codec,
+        kept=storage.tokens,
+        context=storage.context if storage.tokens != "all" else 0,
+        dtype=storage.dtype,
+    )
 
 
 def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJob:
@@ -100,12 +133,10 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
         loaded.state_dir.mkdir(parents=True, exist_ok=True)
     build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, progress, loaded.state_dir)
     samples = TokenTable(loaded.store)
-    layout = StoreLayout(
-        samples.count, int(samples.lengths.max()), loaded.spec.states, shape.hidden_size, codec=loaded.config.storage.codec
-    )
+    layout = store_layout(loaded, samples, shape)
     model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}
     run = ledger.new_run()
     store = create_store(loaded.store, layout, loaded.spec, model, run)
-    same_as = find_twins(samples) if loaded.config.dataset.identical == "share" else None
+    same_as = find_twins(StoredPrompts(samples, layout)) if loaded.config.dataset.identical == "share" else None
     ledger.create(path, run, current, samples.lengths, recorded_bad_rows(loaded.state_dir), same_as)
     return OpenJob(loaded.spec, shape, store, samples, path)

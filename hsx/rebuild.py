@@ -29,7 +29,7 @@ from hsx.datasets import open_dataset
 from hsx.errors import RunError
 from hsx.index import recorded_bad_rows
 from hsx.model_config import read_model_shape
-from hsx.prepare import fingerprint
+from hsx.prepare import fingerprint, store_layout
 from hsx.repair import LISTED, present_roots
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import StoreInfo, forget_roots, open_store, record_run, require_unsealed
@@ -39,6 +39,7 @@ from hsx.stores.ledger_merge import REBUILT_FROM, Found, Merge
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, translated
 from hsx.stores.root import flush_roots
+from hsx.stores.selection import StoredPrompts
 from hsx.stores.tokens import TokenTable
 from hsx.tidy import Tidied, tidy
 from hsx.twins import find_twins
@@ -241,7 +242,7 @@ def _build(loaded: LoadedConfig, store: StoreInfo, watch: Callable[[Reading], No
                 f"the shards of store {store.path} have no records (format {store.format}), and no root has a copy of the "
                 f"ledger ({BACKUP_NAME}); expected one of both",
             )
-        same_as = find_twins(samples) if loaded.config.dataset.identical == "share" else None
+        same_as = find_twins(StoredPrompts(samples, store.layout)) if loaded.config.dataset.identical == "share" else None
         rejected = recorded_bad_rows(loaded.state_dir)
         create(draft, report.run, _fingerprint(loaded, store, samples), samples.lengths, rejected, same_as)
     with closing(connect(draft)) as db, translated(draft):
@@ -281,6 +282,11 @@ def _fingerprint(loaded: LoadedConfig, store: StoreInfo, samples: TokenTable) ->
         differing.append(f"capture: the store has {store.spec}; the job file has {loaded.spec}")
     if loaded.config.storage.codec != store.layout.codec:
         differing.append(f"storage.codec: the store has {store.layout.codec}; the job file has {loaded.config.storage.codec}")
+    asked = store_layout(loaded, samples, shape)
+    for key, name in (("tokens", "kept"), ("context", "context"), ("dtype", "dtype")):
+        has, wants = getattr(store.layout, name), getattr(asked, name)
+        if has != wants:
+            differing.append(f"storage.{key}: the store has {has}; the job file has {wants}")
     if shape.hidden_size != store.layout.hidden_size:
         differing.append(f"model: the store has width {store.layout.hidden_size}; {loaded.model} has {shape.hidden_size}")
     if differing:

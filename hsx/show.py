@@ -41,6 +41,8 @@ class SampleView:
         sample_id: its id.
         tokens: length of its prompt.
         loss_tokens: tokens that the loss mask keeps.
+        stored_tokens: tokens whose states the store keeps.
+        dtype: what their states are stored as.
         first_ids: the first `IDS` ids.
         last_ids: the last `IDS` ids; empty where `first_ids` holds all.
         committed: whether the union view shows it; without that, there are no norms and no place.
@@ -73,6 +75,8 @@ class SampleView:
     sequence: int | None
     captured_as: int | None = None
     twins: tuple[int, ...] = ()
+    stored_tokens: int | None = None
+    dtype: str = "bf16"
 
     def as_dict(self) -> dict[str, Any]:
         """The view as JSON values."""
@@ -117,6 +121,8 @@ def show(
         sequence=row.sequence if row else None,
         captured_as=row.captured_as if row else None,
         twins=tuple(twins),
+        stored_tokens=len(store.positions_numpy(index)),
+        dtype=store.info.layout.dtype,
     )
 
 

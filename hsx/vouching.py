@@ -45,8 +45,12 @@ FAILED_AGAIN = "failed_again"
 class StoredSamples(Protocol):
     """The committed samples, as they lie on their roots."""
 
-    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
-        """States, bf16 bits [tokens, L, H], and ids, int32 [tokens]. Blocks. Raises RunError where they cannot be read."""
+    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64] | None]:
+        """States, bf16 bits [rows, L, H]; ids, int32 [tokens]; the tokens that the rows are of, int64 [rows], None for all.
+        Blocks.
+
+        Raises RunError where they cannot be read.
+        """
         ...
 
     async def revoke(self, rows: list[CommittedRow]) -> None:
@@ -121,12 +125,12 @@ class Vouching:
         telling = next((row for row in rows if row.tokens >= TELLING_TOKENS), rows[0])
         for row in {rows[0].index: rows[0], telling.index: telling}.values():
             try:
-                stored, ids = await self._read(gone, row)
+                stored, ids, kept = await self._read(gone, row)
             except RunError as error:
                 self._observer.error_met(error.kind, f"sample {row.index} cannot vouch for epoch {gone}: {error.message}")
                 return
             try:
-                violation = await self._canary.agrees(epoch, ids, stored)
+                violation = await self._canary.agrees(epoch, ids, stored, kept)
             except EngineError as error:
                 evidence = f"sample {row.index}, extracted again to vouch for epoch {gone}, failed: {error.message}"
                 await self._failed_again(gone, evidence, error)
@@ -138,7 +142,9 @@ class Vouching:
         await self._ledger.vouch(gone, rows[0].sequence)
         self._observer.canary_passed(gone, rows[0].sequence)
 
-    async def _read(self, gone: str, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+    async def _read(
+        self, gone: str, row: CommittedRow
+    ) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64] | None]:
         """Reads a committed sample, also where `hsx move` has brought it to another root since the ledger was asked."""
         try:
             return await asyncio.to_thread(self._store.read, row)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from asyncio_throttle import Throttler
 
 from hsx.admission import Admission
@@ -37,11 +36,12 @@ from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.soundness import Soundness
 from hsx.space import RootsSettings, Space, Staging
-from hsx.stores.checksum import crc32c
 from hsx.stores.draining import is_draining
+from hsx.stores.fp8 import row_error
 from hsx.stores.group import open_store, record_final_norm
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots, usable_roots
+from hsx.stores.selection import kept_of, stored_counts
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts
 from hsx.suspects import Suspects
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from hsx.config_load import LoadedConfig
@@ -131,6 +132,8 @@ class Wiring:
             view.repair(ledger.committed_roots())
             discard_strays(roots, ledger.committed_roots(), store.layout.samples, ledger.revoked())
         self._layout: StoreLayout = store.layout
+        self._rows = stored_counts(job.samples, store.layout)
+        self._kept = kept_of(job.samples, store.layout)
         self.client = outside.client
         self._owner = outside.owner
         self._measure = outside.measure
@@ -162,6 +165,7 @@ class Wiring:
                 group_seconds=config.pipeline.commit_seconds,
             ),
             self.homes,
+            self._kept,
         )
         self.vouching = Vouching(config.watchdog.canary_every, canary, ledger, self.writer, self._suspects, telemetry, clock)
         self.busy_with = ""
@@ -201,9 +205,9 @@ class Wiring:
 
     def _roots_settings(self, roots: Sequence[ShardRoot]) -> RootsSettings:
         folders = {root.name: root.folder for root in roots}
-        layout, lengths = self._layout, self._job.samples.lengths
-        chunks = int((-(-lengths // layout.chunk_tokens)).sum())
-        most = chunks * layout.block_bytes + len(lengths) * layout.tail_bytes
+        layout, rows = self._layout, self._rows
+        chunks = int((-(-rows // layout.chunk_tokens)).sum())
+        most = chunks * layout.block_bytes + len(rows) * layout.tail_bytes
         return RootsSettings(
             reserves={root.name: root.reserve for root in self._loaded.roots},
             disks={name: folder.stat().st_dev for name, folder in folders.items()},
@@ -221,7 +225,7 @@ class Wiring:
 
         def sound(root: Root, row: CommittedRow) -> bool:
             with suppress(RunError):
-                return crc32c(root.read(row.index, row.tokens, row.captured_as).reshape(-1).view(np.uint8)) == row.crc32c
+                return root.checksum(row.index, row.tokens, row.captured_as) == row.crc32c
             return False
 
         return Syncing(
@@ -245,6 +249,7 @@ class Wiring:
             shape=self._job.shape,
             timeout_s=lambda tokens: deadline_s(self._progress_limits, tokens) + config.pipeline.dump_deadline_s,
             tolerance=config.watchdog.canary_tolerance,
+            rounding=0.0 if self._layout.dtype == "bf16" else row_error(self._layout.hidden_size),
             client=self.client,
             dumps=self.dumps,
             ledger=self._ledger,
@@ -363,7 +368,8 @@ class Wiring:
             dump_deadline_s=config.pipeline.dump_deadline_s,
             request_timeout_s=request_timeout_s,
             congestion_s=config.pipeline.congestion_s,
-            shard_bytes=self._layout.file_bytes,
+            shard_bytes=lambda index: self._layout.file_bytes(int(self._rows[index])),
+            kept=self._kept,
         )
         parts = Parts(
             engine=self.supervisor,

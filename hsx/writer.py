@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -56,6 +56,7 @@ class Writer:
         clock: measures how long a shard takes; its `monotonic` is called in threads too.
         settings: see there.
         homes: held while samples become committed and shown; None where nobody moves samples.
+        kept: the tokens of a sample that are stored, given its index; None: all.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Writer:
         clock: Clock,
         settings: WriterSettings,
         homes: Homes | None = None,
+        kept: Callable[[int], NDArray[np.int64] | None] = lambda _index: None,
     ) -> None:
+        self._kept = kept
         self._homes = homes
         self._roots = {root.name: root for root in roots}
         self._view = view
@@ -123,14 +126,21 @@ class Writer:
         self._queue.put_nowait((entry, done))
         return await done
 
-    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
-        """States, bf16 bits [tokens, L, H], and ids, int32 [tokens], of a committed sample. Blocks.
+    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64] | None]:
+        """States, bf16 bits [rows, L, H], of a committed sample, its ids, int32 [tokens], and the tokens that the rows are of,
+        int64 [rows], or None for all. Blocks.
 
         Raises RunError where they cannot be read.
         """
         if row.root not in self._roots:
             raise RunError("root_unusable", f"sample {row.index} lies on root {row.root!r}, which is not in service")
-        return self._roots[row.root].read(row.index, row.tokens, row.captured_as), self._samples.input_ids(row.index)
+        states, kept = self._roots[row.root].read(row.index, row.tokens, row.captured_as), self._kept(row.index)
+        if kept is not None and len(kept) != len(states):
+            raise RunError(
+                "store_invalid",
+                f"the shard of sample {row.index} on root {row.root} has {len(states)} rows; expected {len(kept)}",
+            )
+        return states, self._samples.input_ids(row.index), kept
 
     async def revoke(self, rows: Sequence[CommittedRow]) -> None:
         """Takes samples out of the store that the ledger has revoked: hides them first, and then discards their shards.

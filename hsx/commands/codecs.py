@@ -53,6 +53,8 @@ def _of_dump(path: Path) -> NDArray[np.uint16]:
 def _of_store(path: Path) -> list[NDArray[np.uint16]]:
     store = Store(path)
     committed = store.committed
+    if store.info.layout.dtype != "bf16":
+        raise RunError("usage", f"store {path} has states in {store.info.layout.dtype}; expected bf16, to try codecs on")
     if not len(committed):
         raise RunError(
             "sample_unknown",
@@ -61,6 +63,9 @@ def _of_store(path: Path) -> list[NDArray[np.uint16]]:
     chosen = committed[np.linspace(0, len(committed) - 1, min(CHUNKS, len(committed))).astype(np.int64)]
     chunks = []
     for index in map(int, chosen):
+        if store.info.layout.selects:
+            chunks.append(store.hidden_states_numpy(index)[:CHUNK_TOKENS])
+            continue
         middle = max((store.tokens(index) - CHUNK_TOKENS) // 2, 0)
         chunks.append(store.hidden_states_numpy(index, middle, min(middle + CHUNK_TOKENS, store.tokens(index))))
     return chunks

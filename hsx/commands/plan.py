@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +21,10 @@ from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
 from hsx.ports import BadRow
 from hsx.progress_view import duration
+from hsx.stores.group import open_store
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
+from hsx.stores.selection import as_stored, kept_positions, stored_counts
 from hsx.stores.tokens import TokenTable
 from hsx.twins import followers, key
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from hsx.config_load import LoadedConfig
     from hsx.core.spec import ModelShape
     from hsx.ports import Counts
+    from hsx.stores.codec_sample import CodecTrial
 
 BAD_ROWS_SHOWN = 20
 
@@ -43,26 +47,29 @@ def run(args: argparse.Namespace) -> int:
     shape = read_model_shape(loaded.model)
     counts, measured = None, None
     if (loaded.state_dir / FILE_NAME).exists():
-        lengths, shared, rejected, counts, measured = _left(loaded)
+        left, counts, measured = _left(loaded)
     else:
-        lengths, shared, rejected = survey(loaded, shape)
-    if not len(lengths):
+        left = survey(loaded, shape)
+    if not len(left.lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
     spaces = [RootSpace(root.name, disks.place(root.path).free, root.reserve, 0) for root in loaded.roots]
+    trials = None if args.sample is None else _tried(args.sample, loaded, shape)
     result = plan(
-        lengths,
+        left.lengths,
         loaded.spec,
         shape.hidden_size,
         spaces,
         loaded.staging_bytes,
-        rejected=rejected,
+        rejected=left.rejected,
         tokens_per_s=args.rate or measured,
         rate_source="given" if args.rate else "measured",
         codec=loaded.config.storage.codec,
-        shared=shared,
+        dtype=loaded.config.storage.dtype,
+        rows=left.rows,
+        shared=left.shared,
+        shared_rows=left.shared_rows,
     )
-    trials = None if args.sample is None else codecs.try_on(args.sample or str(loaded.store), shape.hidden_size)
     if args.json:
         tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
         emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **tried})
@@ -73,12 +80,36 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE if result.fits else ExitCode.REFUSED
 
 
-def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], int, Counts, float | None]:
-    """What is neither committed nor quarantined: lengths of what is to be prefilled, and of what is committed with that.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The samples that are left, int64 each.
 
-    Then rejected rows, totals, and the rate so far.
+    Attributes:
+        lengths: tokens of those to be prefilled.
+        rows: those of them that are stored.
+        shared: tokens of the samples that are committed with another one.
+        shared_rows: those of them that are stored.
+        rejected: bad rows.
     """
-    lengths = TokenTable(loaded.store).lengths
+
+    lengths: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    shared: NDArray[np.int64]
+    shared_rows: NDArray[np.int64]
+    rejected: int
+
+
+def _tried(sample: str, loaded: LoadedConfig, shape: ModelShape) -> list[CodecTrial]:
+    """What the codecs make of states; of bf16 ones alone. Raises RunError `usage` for a job that stores others."""
+    if loaded.config.storage.dtype != "bf16":
+        raise RunError("usage", f"--sample tries codecs on bf16 states; storage.dtype is {loaded.config.storage.dtype!r}")
+    return codecs.try_on(sample or str(loaded.store), shape.hidden_size)
+
+
+def _left(loaded: LoadedConfig) -> tuple[Survey, Counts, float | None]:
+    """What is neither committed nor quarantined; then totals, and the rate so far."""
+    table = TokenTable(loaded.store)
+    lengths, rows = table.lengths, stored_counts(table, open_store(loaded.store).layout)
     pending = np.ones(len(lengths), np.bool_)
     with LedgerReader(loaded.state_dir / FILE_NAME) as ledger:
         for row in ledger.committed():
@@ -89,21 +120,25 @@ def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], i
         for index, _ in ledger.followers():
             shared[index] = pending[index]
         counts, measured = ledger.counts(), ledger.tokens_per_second()
-    return lengths[pending & ~shared], lengths[shared], counts.rejected, counts, measured
+    alone = pending & ~shared
+    return Survey(lengths[alone], rows[alone], lengths[shared], rows[shared], counts.rejected), counts, measured
 
 
-def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Reads the dataset once: tokens of each usable row to be prefilled, and of those with the prompt of an earlier one, in
-    16 bytes a row; then the number of bad rows.
+def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
+    """Reads the dataset once: each usable row to be prefilled, and those with the prompt of an earlier one, in 24 bytes a row.
 
     Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
     """
     lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
+    stored, storage = array("q"), loaded.config.storage
     share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
-            keys.append(key(row.input_ids) if share else len(keys))
+            loss = storage.tokens == "loss"
+            stored.append(len(kept_positions(row.loss_mask, storage.context)) if loss else len(row.input_ids))
+            same = as_stored(row.input_ids, row.loss_mask, storage.tokens, storage.context).astype(np.int32, copy=False)
+            keys.append(key(same) if share else len(keys))
             continue
         rejected += 1
         unnamed += lacks_id(row)
@@ -119,7 +154,8 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], 
         hint = f"; {ADD_IDS}" if rejected and unnamed == rejected else ""
         raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one{hint}")
     tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
-    return tokens[~shared], tokens[shared], rejected
+    rows = np.frombuffer(stored, np.int64)
+    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected)
 
 
 def _nothing_left(as_json: bool, counts: Counts | None) -> int:
@@ -136,7 +172,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines = [f"committed  {plural(counts.committed, 'sample')}; what follows is what is left"] if counts else []
     lines += [
         f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
-        f"tokens     {result.tokens}, {result.bytes_per_token} bytes each",
+        f"tokens     {result.tokens}" + _stored(result),
         f"payload    {_size(result.payload_bytes)}",
         f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
         *_shared(result),
@@ -160,6 +196,13 @@ def _shared(result: Plan) -> list[str]:
         return []
     more = f"{plural(result.shared, 'more sample')} with the same prompt as another one"
     return [f"identical  {more}: {result.shared_tokens} tokens and {_size(result.shared_bytes)} are saved"]
+
+
+def _stored(result: Plan) -> str:
+    each = f", {result.bytes_per_token} bytes each" + ("" if result.dtype == "bf16" else f" as {result.dtype}")
+    if result.stored_tokens == result.tokens:
+        return each
+    return f", of which {result.stored_tokens} are stored ({result.stored_tokens / result.tokens:.1%}){each}"
 
 
 def _before(codec: str) -> str:

@@ -74,6 +74,8 @@ def describe(view: SampleView) -> str:
         f"tokens    {view.tokens}, of which the loss mask keeps {view.loss_tokens}",
         f"ids       {ids}",
     ]
+    if view.stored_tokens not in (None, view.tokens) or view.dtype != "bf16":
+        lines.append(f"stored    {view.stored_tokens} of {view.tokens} tokens, as {view.dtype}")
     if view.twins:
         shown = ", ".join(map(str, view.twins[:TWINS_SHOWN])) + (", ..." if len(view.twins) > TWINS_SHOWN else "")
         lines.append(f"same as   {plural(len(view.twins), 'other sample')} with this prompt: {shown}")

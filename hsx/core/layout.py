@@ -29,7 +29,17 @@ NAN_BITS: Final = 0x7FC0
 """bf16 bits of the fill value, a quiet NaN; it fills the last inner chunk after the sample's last token."""
 CODECS: Final = ("none", "blosc", "zstd")
 """What may compress inner chunks; how, says `hsx.stores.codec`."""
+KEPT: Final = ("all", "loss")
+"""Which tokens of a sample are stored: all, or those where the loss mask is set and their neighbours
+(`hsx.stores.selection`)."""
+DTYPES: Final = ("bf16", "fp8_e4m3")
+"""What the values are stored as; fp8, with a scale for each row, is that of `hsx.stores.fp8`."""
+SCALE_BYTES: Final = 4
+FP8_NAN_BITS: Final = 0x7F7F
+"""Two bytes of the fill value of fp8 stores, e4m3's NaN."""
 _RECORD_BYTES: Final = 640
+_REDUCED_BYTES: Final = 160
+"""What the record of a reduced shard has more: `rows`, `kept`, `dtype`."""
 _KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0\.0\.0")  # an int64
 
 
@@ -61,6 +71,9 @@ class StoreLayout:
         chunk_tokens: tokens of an inner chunk.
         codec: out of `CODECS`: how inner chunks are compressed.
         records: shards have a record; those of stores in the format `hsx-store-1` have none.
+        kept: out of `KEPT`: which tokens have rows in their shard; a shard's rows are those tokens' in order.
+        context: with `kept` "loss", how far from a token of the loss mask a token is stored, too.
+        dtype: out of `DTYPES`.
     """
 
     samples: int
@@ -70,6 +83,9 @@ class StoreLayout:
     chunk_tokens: int = CHUNK_TOKENS
     codec: str = "none"
     records: bool = True
+    kept: str = "all"
+    context: int = 0
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_tokens", "states", "hidden_size", "chunk_tokens"):
@@ -77,21 +93,59 @@ class StoreLayout:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}; expected one of {', '.join(CODECS)}")
+        if self.kept not in KEPT or self.dtype not in DTYPES:
+            raise ValueError(f"kept is {self.kept!r}, dtype {self.dtype!r}; expected one of {KEPT}, one of {DTYPES}")
+        if self.context < 0 or (self.context and not self.selects):
+            raise ValueError(f"context is {self.context} with kept {self.kept!r}; expected at least 0, and 0 where all is kept")
+        if self.dtype != "bf16" and self.hidden_size % 2:
+            raise ValueError(f"hidden_size is {self.hidden_size}; expected an even number for {self.dtype}")
+        if self.reduced and not self.records:
+            raise ValueError("shards without records hold all tokens as bf16")
+
+    @property
+    def selects(self) -> bool:
+        """Whether not every token has a row."""
+        return self.kept != "all"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether less is stored than was captured: a selection of tokens, or fewer bits."""
+        return self.selects or self.dtype != "bf16"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one state of one token: H bf16 values; or H fp8 values and then their scale, a float32."""
+        return self.hidden_size * BF16_BYTES if self.dtype == "bf16" else self.hidden_size + SCALE_BYTES
+
+    @property
+    def row_words(self) -> int:
+        """The same in 16-bit words, in which shards are read and written."""
+        return self.row_bytes // 2
+
+    @property
+    def fill_bits(self) -> int:
+        """16 bits of the fill value."""
+        return NAN_BITS if self.dtype == "bf16" else FP8_NAN_BITS
+
+    @property
+    def width(self) -> int:
+        """Elements of one state of one token in the array: H of bf16; bytes (`row_bytes`) in an fp8 store."""
+        return self.hidden_size if self.dtype == "bf16" else self.row_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the array: [samples, max_tokens, L, H]."""
-        return (self.samples, self.max_tokens, self.states, self.hidden_size)
+        """Shape of the array: [samples, max_tokens, L, width]."""
+        return (self.samples, self.max_tokens, self.states, self.width)
 
     @property
     def shard_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a shard: [1, max_tokens rounded up to whole inner chunks, L, H]."""
-        return (1, round_up(self.max_tokens, self.chunk_tokens), self.states, self.hidden_size)
+        """Shape of a shard: [1, max_tokens rounded up to whole inner chunks, L, width]."""
+        return (1, round_up(self.max_tokens, self.chunk_tokens), self.states, self.width)
 
     @property
     def chunk_shape(self) -> tuple[int, int, int, int]:
-        """Shape of an inner chunk: [1, chunk_tokens, L, H]."""
-        return (1, self.chunk_tokens, self.states, self.hidden_size)
+        """Shape of an inner chunk: [1, chunk_tokens, L, width]."""
+        return (1, self.chunk_tokens, self.states, self.width)
 
     @property
     def shard_chunks(self) -> int:
@@ -101,7 +155,7 @@ class StoreLayout:
     @property
     def token_bytes(self) -> int:
         """Payload bytes of one token."""
-        return self.states * self.hidden_size * BF16_BYTES
+        return self.states * self.row_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -134,7 +188,8 @@ class StoreLayout:
     @property
     def record_bytes(self) -> int:
         """Bytes of the record, with the zeros that fill it up; 0 where shards have none."""
-        return round_up(_RECORD_BYTES + 6 * self.states, 512) if self.records else 0
+        size = _RECORD_BYTES + 6 * self.states + (_REDUCED_BYTES if self.reduced else 0)
+        return round_up(size, 512) if self.records else 0
 
     @property
     def tail_bytes(self) -> int:
@@ -147,9 +202,9 @@ class StoreLayout:
             raise ValueError(f"sample has {tokens} tokens; expected 1 to {self.max_tokens}")
 
     def chunks(self, tokens: int) -> int:
-        """Inner chunks that a sample of `tokens` fills, the last one perhaps partly."""
+        """Inner chunks that `tokens` rows fill, the last one perhaps partly."""
         return -(-tokens // self.chunk_tokens)
 
     def file_bytes(self, tokens: int) -> int:
-        """Size of the shard file of a sample of `tokens`; with a codec, the most that it can be."""
+        """Size of a shard file of `tokens` rows; with a codec, the most that it can be."""
         return self.chunks(tokens) * self.block_bytes + self.tail_bytes

@@ -20,6 +20,8 @@ from hsx.core.marker import parse
 MAGIC: Final = b"hsxshrd1"
 _HEAD: Final = len(MAGIC) + 4
 _CRC: Final = 4
+_DEFAULTS: Final[dict[str, Any]] = {"rows": 0, "kept": "", "dtype": "bf16"}
+"""Left out: records of stores that keep everything are as they were before there was anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class ShardRecord:
         layers: the k of each h_k.
         final: `post_norm` or `pre_norm`.
         hidden_size: H.
-        crc32c: of the payload: all bf16 bytes, token-major, padding excluded.
+        crc32c: of the payload: all bytes of the rows, token-major, padding excluded.
+        rows: rows that are stored, where less is stored than was captured; 0: `tokens`.
+        kept: sha256 of the positions of these rows (int32, little endian), 64 hex digits; "": all.
+        dtype: what they are stored as.
     """
 
     store: str
@@ -51,6 +56,14 @@ class ShardRecord:
     final: str
     hidden_size: int
     crc32c: int
+    rows: int = 0
+    kept: str = ""
+    dtype: str = "bf16"
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows in the shard."""
+        return self.rows or self.tokens
 
 
 def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -> bytes:
@@ -61,7 +74,8 @@ def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -
         nbytes: `StoreLayout.record_bytes`.
         checksum: crc32c of bytes.
     """
-    text = json.dumps(asdict(record), separators=(",", ":")).encode()
+    fields = {name: value for name, value in asdict(record).items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     body = MAGIC + len(text).to_bytes(4, "little") + text
     whole = body + checksum(body).to_bytes(_CRC, "little")
     if len(whole) > nbytes:

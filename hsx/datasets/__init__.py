@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
+
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ def open_dataset(config: Config, shape: ModelShape) -> Dataset:
     from hsx.datasets.rows import Limits
 
     file = JsonlFile(Path(config.dataset.path))
+    if config.storage.tokens == "loss":
+        from hsx.datasets.masked import MaskedRows
+
+        whole = msgspec.structs.replace(config, storage=msgspec.structs.replace(config.storage, tokens="all", context=0))
+        return MaskedRows(open_dataset(whole, shape))
     limits = Limits(shape.vocab_size, longest_allowed(config, shape))
     kind = detect_format(file) if config.dataset.format == "auto" else config.dataset.format
     if kind == "tokens":

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 FORMAT: Final = "hsx-store-2"
 FIRST_FORMAT: Final = "hsx-store-1"
 """Still read: its shards have no records, and are never compressed."""
+REDUCED_FORMAT: Final = "hsx-store-3"
+"""Of stores that keep less than was captured; the format is another one so that no older reader takes them for whole."""
+_WHOLE: Final[dict[str, Any]] = {"tokens": "all", "context": 0, "dtype": "bf16"}
 FINAL_NORM: Final = "final_norm_weight"
 
 
@@ -61,7 +64,9 @@ class StoreInfo:
 
     @property
     def format(self) -> str:
-        """`FORMAT`, or `FIRST_FORMAT`."""
+        """`FORMAT`, `REDUCED_FORMAT`, or `FIRST_FORMAT`."""
+        if self.layout.reduced:
+            return REDUCED_FORMAT
         return FORMAT if self.layout.records else FIRST_FORMAT
 
     @property
@@ -76,6 +81,11 @@ class StoreInfo:
                 "max_tokens": self.layout.max_tokens,
                 "chunk_tokens": self.layout.chunk_tokens,
                 **({"codec": self.layout.codec} if self.layout.records else {}),
+                **(
+                    {"tokens": self.layout.kept, "context": self.layout.context, "dtype": self.layout.dtype}
+                    if self.layout.reduced
+                    else {}
+                ),
                 "states": list(self.spec.names),
                 "layers": list(self.spec.layers),
                 "final": self.spec.final,
@@ -202,21 +212,32 @@ def open_store(path: str | PathLike[str]) -> StoreInfo:
         raise RunError("store_invalid", f"{path} is not an hsx store: {metadata.METADATA}: {error.strerror}") from error
     found = attributes.get("hsx")
     form = found.get("format") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or form not in (FORMAT, FIRST_FORMAT):
+    if not isinstance(found, dict) or form not in (FORMAT, REDUCED_FORMAT, FIRST_FORMAT):
         raise RunError(
-            "store_invalid", f"{path} is not an hsx store: format is {form!r}; expected {FORMAT!r} or {FIRST_FORMAT!r}"
+            "store_invalid",
+            f"{path} is not an hsx store: format is {form!r}; expected {FORMAT!r}, {REDUCED_FORMAT!r} or {FIRST_FORMAT!r}",
         )
     try:
         if found["final"] not in FINAL_STATES:
             raise ValueError(f"final is {found['final']!r}")
         spec = CaptureSpec(tuple(int(k) for k in found["layers"]), "post_norm" if found["final"] == "post_norm" else "pre_norm")
         numbers = {name: int(found[name]) for name in ("samples", "max_tokens", "hidden_size", "chunk_tokens")}
-        records = form == FORMAT
+        records = form != FIRST_FORMAT
         codec = str(found["codec"]) if records else "none"
+        less = found if form == REDUCED_FORMAT else _WHOLE
+        layout = StoreLayout(
+            states=spec.states,
+            codec=codec,
+            records=records,
+            kept=str(less["tokens"]),
+            context=int(less["context"]),
+            dtype=str(less["dtype"]),
+            **numbers,
+        )
         return StoreInfo(
             path=path,
             store_id=str(uuid.UUID(found["store_id"])),
-            layout=StoreLayout(states=spec.states, codec=codec, records=records, **numbers),
+            layout=layout,
             spec=spec,
             model=dict(found["model"]),
             roots={root["name"]: Path(root["path"]) for root in found["roots"]},

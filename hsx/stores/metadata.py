@@ -29,7 +29,11 @@ def group(attributes: Mapping[str, Any]) -> Document:
 
 
 def hidden_states(layout: StoreLayout, attributes: Mapping[str, Any]) -> Document:
-    """The document of a `hidden_states` array, the group's and each root's: bfloat16, one shard per sample."""
+    """The document of a `hidden_states` array, the group's and each root's: bfloat16, one shard per sample.
+
+    That of an fp8 store is of bytes (`hsx.stores.fp8`).
+    """
+    data_type, fill_value = ("bfloat16", "NaN") if layout.dtype == "bf16" else ("uint8", layout.fill_bits & 0xFF)
     to_bytes, checksum = _PLAIN
     sharding = {
         "chunk_shape": list(layout.chunk_shape),
@@ -41,10 +45,10 @@ def hidden_states(layout: StoreLayout, attributes: Mapping[str, Any]) -> Documen
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(layout.shape),
-        "data_type": "bfloat16",
+        "data_type": data_type,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(layout.shard_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": "NaN",
+        "fill_value": fill_value,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "dimension_names": list(DIMENSIONS),
         "attributes": dict(attributes),

@@ -22,7 +22,9 @@ from hsx.stores.checksum import ids_digest
 from hsx.stores.group import open_store, read_final_norm
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.places import Places
+from hsx.stores.reduced import decode
 from hsx.stores.seal import read_seal
+from hsx.stores.selection import digest, kept_positions, stored_counts
 from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import visible
@@ -49,7 +51,8 @@ THREADS: Final = 2
 class StoredSample:
     """One committed sample, or the part of it that was asked for.
 
-    The arrays are numpy's; the properties without `_numpy` give torch tensors.
+    The arrays are numpy's; the properties without `_numpy` give torch tensors. A store may keep the states of some tokens alone
+    (`storage.tokens`): ids and loss mask are whole all the same, and `positions` says which tokens the rows are of.
 
     Attributes:
         index: its index in the store.
@@ -57,7 +60,8 @@ class StoredSample:
         state_names: names of the L states, in stored order.
         input_ids_numpy: int32 [tokens].
         loss_mask_numpy: uint8 [tokens] of 0 and 1.
-        hidden_states_numpy: bf16 bits, uint16 [tokens, L, H].
+        hidden_states_numpy: bf16 bits, uint16 [rows, L, H]; as many rows as tokens, unless the store keeps fewer.
+        positions_numpy: int64 [rows], the token, of those here, that each row is of; None where every token has its row.
     """
 
     index: int
@@ -66,6 +70,7 @@ class StoredSample:
     input_ids_numpy: NDArray[np.int32]
     loss_mask_numpy: NDArray[np.uint8]
     hidden_states_numpy: NDArray[np.uint16]
+    positions_numpy: NDArray[np.int64] | None = None
 
     @property
     def tokens(self) -> int:
@@ -84,11 +89,30 @@ class StoredSample:
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """bfloat16 [tokens, L, H], sharing memory with `hidden_states_numpy`."""
+        """bfloat16 [rows, L, H], sharing memory with `hidden_states_numpy`."""
         return _bfloat16(self.hidden_states_numpy)
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [rows]: the token that each row of `hidden_states` is of."""
+        import torch  # as below
+
+        return torch.arange(self.tokens) if self.positions_numpy is None else torch.from_numpy(self.positions_numpy)
+
+    def spread(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states at their tokens' places: bfloat16 [tokens, L, H], NaN where none is stored; and bool [tokens], where one
+        is."""
+        import torch  # as below
+
+        rows, positions = self.hidden_states, self.positions
+        whole = torch.full((self.tokens, *rows.shape[1:]), torch.nan, dtype=torch.bfloat16)
+        whole[positions] = rows
+        there = torch.zeros(self.tokens, dtype=torch.bool)
+        there[positions] = True
+        return whole, there
+
     def state(self, name: str) -> torch.Tensor:
-        """One state, such as `h_2` or `post_norm`: bfloat16 [tokens, H], a view. Raises RunError `sample_unknown`."""
+        """One state, such as `h_2` or `post_norm`: bfloat16 [rows, H], a view. Raises RunError `sample_unknown`."""
         if name not in self.state_names:
             raise RunError("sample_unknown", f"sample {self.index} has no state {name!r}; it has {', '.join(self.state_names)}")
         return self.hidden_states[:, self.state_names.index(name)]
@@ -220,6 +244,18 @@ class Store:
         """Loss mask of a sample, committed or not: uint8 [tokens]. Raises RunError `sample_unknown`."""
         return self._table.loss_mask(self.index(key))
 
+    def positions_numpy(self, key: SupportsIndex | str) -> NDArray[np.int64]:
+        """The tokens of a sample, committed or not, whose states this store keeps, rising: int64 [rows]. Raises as above."""
+        index, layout = self.index(key), self._info.layout
+        if not layout.selects:
+            return np.arange(self._table.tokens(index))
+        return kept_positions(self._table.loss_mask(index), layout.context)
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """How many tokens of each sample, committed or not, this store keeps: int64 [samples]. Reads all loss masks, once."""
+        return stored_counts(self._table, self._info.layout)
+
     def sample_id(self, key: SupportsIndex) -> str:
         """Id of a sample, committed or not. Raises RunError `sample_unknown`."""
         return self._table.sample_id(self.index(key))
@@ -235,6 +271,10 @@ class Store:
         """
         index = self.index(key)
         start, stop = self._range(index, start, stop)
+        positions = None
+        if self._info.layout.selects:
+            positions = self.positions_numpy(index)
+            positions = positions[np.searchsorted(positions, start) : np.searchsorted(positions, stop)] - start
         return StoredSample(
             index=index,
             id=self._table.sample_id(index),
@@ -242,6 +282,7 @@ class Store:
             input_ids_numpy=self._table.input_ids(index)[start:stop],
             loss_mask_numpy=self._table.loss_mask(index)[start:stop],
             hidden_states_numpy=self.hidden_states_numpy(index, start, stop, states=states),
+            positions_numpy=positions,
         )
 
     def read(
@@ -301,24 +342,33 @@ class Store:
         states: Sequence[str] | None = None,
         out: NDArray[np.uint16] | None = None,
     ) -> NDArray[np.uint16]:
-        """bf16 bits of a sample's tokens from `start` up to `stop` (default: all), uint16 [stop - start, L, H].
+        """bf16 bits of a sample's tokens from `start` up to `stop` (default: all), uint16 [rows, L, H].
 
-        Reads only the inner chunks that hold them. With `states`, L is their number and they come in that order; an inner chunk
+        There are stop - start rows, or, where the store keeps fewer tokens, those of `positions_numpy` in that range. Reads
+        only the inner chunks that hold them. With `states`, L is their number and they come in that order; an inner chunk
         holds all states of its tokens, so this saves memory and not reading. `out`, C-contiguous uint16 of that shape, is
         filled and returned if given. Raises as `sample`, and ValueError for an `out` that does not fit.
         """
         index = self.index(key)
         start, stop = self._range(index, start, stop)
         columns = None if states is None else [self.state_names.index(name) for name in self.require_states(states)]
+        layout = self._info.layout
+        if layout.selects:
+            start, stop = np.searchsorted(self.positions_numpy(index), (start, stop)).tolist()
         if out is None:
-            layout = self._info.layout
             out = self.empty((stop - start, layout.states if columns is None else len(columns), layout.hidden_size))
         with self._open(index) as shard:
-            return (
-                shard.read(start, stop, out)
-                if columns is None
-                else _columns(shard, start, stop, columns, self._info.layout, out)
-            )
+            if columns is None and layout.dtype == "bf16":
+                return shard.read(start, stop, out)
+            return _columns(shard, start, stop, columns or list(range(layout.states)), layout, out)
+
+    def stored_numpy(self, key: SupportsIndex | str) -> NDArray[np.uint8]:
+        """The rows of a sample as they are stored, proved and not converted: uint8 [rows, L, bytes].
+
+        In an fp8 store these are H e4m3 values and their scale (`hsx.stores.fp8`), else 2 H bytes of bf16. Raises as `sample`.
+        """
+        with self._open(self.index(key)) as shard:
+            return shard.read().view(np.uint8)
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint16]:
         """Memory for bf16 bits, of any content, that earlier reads of this store are done with; for `out`."""
@@ -386,14 +436,18 @@ class Store:
 
     def _shard(self, index: int, path: Path) -> ShardFile:
         owner = (self._info.store_id, index) if self._check else None
-        tokens = self._table.tokens(index)
+        rows, positions = self._table.tokens(index), None
+        if self._info.layout.selects:
+            positions = self.positions_numpy(index)
+            rows = len(positions)
         shard = ShardFile(
             path,
             self._info.layout,
-            tokens,
+            rows,
             check=self._check,
             owner=owner,
             ids=lambda: ids_digest(self._table.input_ids(index)),
+            kept=None if positions is None else lambda: digest(positions),
             cached=True,
         )
         if owner is not None and self._sealed is not None and self._info.layout.records and self._sealed.committed[index]:
@@ -411,14 +465,19 @@ def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:
 def _columns(
     shard: ShardFile, start: int, stop: int, columns: list[int], layout: StoreLayout, out: NDArray[np.uint16]
 ) -> NDArray[np.uint16]:
-    """Some states of a shard's tokens, taken out of one inner chunk after the other."""
+    """Some states of a shard's rows as bf16, taken out of one inner chunk after the other."""
     shape = (stop - start, len(columns), layout.hidden_size)
     if out.shape != shape or out.dtype != np.uint16:
         raise ValueError(f"out is {out.dtype} {out.shape}; expected uint16 {shape}")
-    rows = np.empty((layout.chunk_tokens, layout.states, layout.hidden_size), np.uint16)
+    rows = np.empty((layout.chunk_tokens, layout.states, layout.row_words), np.uint16)
+    whole = columns == list(range(layout.states))
     for first in range(start - start % layout.chunk_tokens, stop, layout.chunk_tokens):
         low, high = max(first, start), min(first + layout.chunk_tokens, stop)
         part = shard.read(low, high, rows[: high - low])
+        if whole:
+            decode(part, layout, out[low - start : high - start])
+            continue
+        part = decode(part, layout)
         for at, column in enumerate(columns):
             out[low - start : high - start, at] = part[:, column]
     return out

@@ -20,6 +20,7 @@ from hsx.stores import metadata
 from hsx.stores.draining import end_draining
 from hsx.stores.durable import FULL, make_folder, root_error, sync_file_system, sync_folder, write_json
 from hsx.stores.group import StoreInfo, array_attributes, forget_roots, record_roots
+from hsx.stores.reduced import decode
 from hsx.stores.shard import PARTIAL, ShardWriter
 from hsx.stores.shard_reader import ShardFile
 from hsx.stores.view import visible
@@ -98,13 +99,22 @@ class ShardRoot:
         return self._writer.write(payload)
 
     def read(self, index: int, tokens: int, captured_as: int | None = None) -> NDArray[np.uint16]:
-        """bf16 bits [tokens, L, H] of sample `index`, checked, the shard's own record included; see the port.
+        """bf16 bits [rows, L, H] of sample `index`, checked, the shard's own record included; see the port.
 
         Raises RunError `store_invalid`.
         """
+        with self._shard(index, tokens, captured_as) as shard:
+            return decode(shard.read(), self._info.layout)
+
+    def checksum(self, index: int, tokens: int, captured_as: int | None = None) -> int:
+        """The crc32c of a shard's payload, read whole; see the port. Raises RunError `store_invalid`."""
+        with self._shard(index, tokens, captured_as) as shard:
+            return shard.read_all()[1]
+
+    def _shard(self, index: int, tokens: int, captured_as: int | None) -> ShardFile:
+        layout = self._info.layout
         owner = (self._info.store_id, index if captured_as is None else captured_as)
-        with ShardFile(self._folder / shard_key(index), self._info.layout, tokens, owner=owner) as shard:
-            return shard.read()
+        return ShardFile(self._folder / shard_key(index), layout, None if layout.selects else tokens, owner=owner)
 
     def link(self, index: int, others: Sequence[int]) -> list[int]:
         """Gives the shard of sample `index` the names of other samples, too, as hard links; see the port.

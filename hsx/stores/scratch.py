@@ -81,6 +81,11 @@ class Scratch:
         rest[stop : stop + CRC_BYTES].view("<u4")[0] = crc
         return rows[:head], [*views, rest.data]
 
+    def encoded_block(self) -> NDArray[np.uint8]:
+        """The memory of one block, `block_bytes`, of any content; only where not `straight`. Valid until the next call."""
+        block: NDArray[np.uint8] = self._rests[0]
+        return block
+
     def encoded(self, data: NDArray[np.uint8], crc: int) -> NDArray[np.uint8]:
         """A block of compressed bytes: with their checksum, and zeros up to the next page. Valid until the next call."""
         block = self._rests.reshape(-1)
@@ -97,28 +102,28 @@ def fill(memory: NDArray[np.uint8], value: int) -> None:
         memory.view("<u8" if value >> 16 else "<u2")[:] = value
 
 
-def extend_with_fill(crc: int, nbytes: int) -> int:
-    """The checksum `crc`, continued with `nbytes` of fill."""
-    return combine(crc, _fill_crc(nbytes), nbytes) if nbytes else crc
+def extend_with_fill(crc: int, nbytes: int, bits: int = NAN_BITS) -> int:
+    """The checksum `crc`, continued with `nbytes` of fill, whose 16-bit value is `bits`."""
+    return combine(crc, _fill_crc(nbytes, bits), nbytes) if nbytes else crc
 
 
 @lru_cache(maxsize=256)  # a chunk has no more lengths
-def _fill_crc(nbytes: int) -> int:
+def _fill_crc(nbytes: int, bits: int) -> int:
     crc = 0
-    for view in _fill_views(nbytes):
+    for view in _fill_views(nbytes, bits):
         crc = crc32c(np.frombuffer(view, np.uint8), crc)
     return crc
 
 
-def _fill_views(nbytes: int) -> list[memoryview]:
+def _fill_views(nbytes: int, bits: int = NAN_BITS) -> list[memoryview]:
     """`nbytes` of fill, as views of one piece of memory."""
-    piece = _fill_memory()
+    piece = _fill_memory(bits)
     whole, rest = divmod(nbytes, _FILL_BYTES)
     return [piece] * whole + ([piece[:rest]] if rest else [])
 
 
 @cache
-def _fill_memory() -> memoryview:
+def _fill_memory(bits: int) -> memoryview:
     memory = np.frombuffer(mmap.mmap(-1, _FILL_BYTES), np.uint8)
-    fill(memory, NAN_BITS)
+    fill(memory, bits)
     return memory.data

@@ -2,8 +2,9 @@
 
 The bytes go straight from the dump's mapping to the device where the file system has O_DIRECT, and within the kernel, by
 sendfile, where it has not: a sample costs no copy, and no checksum pass either where its checksums were taken when it was
-judged. A shard appears under its name only when it is whole and its data is on the disk; the name itself is durable after
-`ShardRoot.sync`.
+judged. A store that keeps less than was captured is another matter: its rows pass through memory, an inner chunk at a time
+(`hsx.stores.reduced`). A shard appears under its name only when it is whole and its data is on the disk; the name itself is
+durable after `ShardRoot.sync`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from hsx.core.crc import combine
-from hsx.core.layout import CHUNK_TOKENS, CRC_BYTES, MISSING, NAN_BITS, PAGE, StoreLayout, shard_key
+from hsx.core.layout import CHUNK_TOKENS, CRC_BYTES, MISSING, PAGE, StoreLayout, shard_key
 from hsx.core.shard_record import ShardRecord, encode
 from hsx.ports import Receipt
 from hsx.stores.checksum import crc32c, crc32c_bytes, ids_digest
 from hsx.stores.codec import make_codec
 from hsx.stores.durable import root_error, send_all, write_all
-from hsx.stores.scratch import Scratch, fill
+from hsx.stores.reduced import reduced_chunks
+from hsx.stores.scratch import Scratch, extend_with_fill, fill
+from hsx.stores.selection import digest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -85,12 +89,13 @@ class ShardWriter:
         Raises:
             RunError: `roots_full` (ENOSPC, EDQUOT; found by preallocation, before the first byte), `root_unusable` (any other
                 failure). The partial file is removed. A failed fdatasync is not tried again: the kernel tells of a loss once.
+            SampleError: `dump_invalid` where less is stored than was captured, and the dump is not what was judged any more.
             ValueError: the payload does not fit the layout, or contradicts itself.
         """
         check_payload(payload, self._layout)
         final = self._folder / shard_key(payload.marker.index)
         partial = self._folder / f"{final.name}.{payload.marker}{PARTIAL}"
-        allocated = self._layout.file_bytes(payload.marker.tokens)
+        allocated = self._layout.file_bytes(rows_of(payload))
         try:
             try:
                 fd = self._create(partial)
@@ -126,6 +131,8 @@ class ShardWriter:
     def _fill(self, fd: int, payload: Payload) -> tuple[int, int]:
         """Writes blocks and tail; returns the crc32c of the payload and the size of the file."""
         layout = self._layout
+        if layout.reduced:
+            return self._fill_reduced(fd, payload)
         rows = payload.states.reshape(-1).view(np.uint8)
         crcs, crc = judged_crcs(payload, layout)
         if self._codec is None:
@@ -136,7 +143,8 @@ class ShardWriter:
             entries, last, end = self._plain(fd, rows, crcs, scratch, source)
         else:
             scratch = self._scratch(straight=False)
-            entries, last, end = self._compressed(fd, rows, scratch)
+            chunks = (rows[at : at + layout.chunk_bytes] for at in range(0, rows.size, layout.chunk_bytes))
+            entries, last, end = self._compressed(fd, chunks, scratch)
         tail = scratch.tail
         write_tail(tail, layout, self._record(payload, crc), entries)
         return crc, write_all(fd, [*last, tail.data], end)
@@ -167,8 +175,47 @@ class ShardWriter:
                     buffers += [head.data, *rest] if head.size else rest
         return [(chunk * layout.block_bytes, size + CRC_BYTES) for chunk in range(len(crcs))], buffers, offset
 
+    def _fill_reduced(self, fd: int, payload: Payload) -> tuple[int, int]:
+        """As `_fill`, for a store that keeps less: the checksums are those of what is stored."""
+        layout = self._layout
+        scratch = self._scratch(straight=False)
+        crcs: list[tuple[int, int]] = []
+
+        def chunks() -> Iterator[NDArray[np.uint8]]:
+            for rows in reduced_chunks(payload, layout):
+                crcs.append((crc32c(rows), rows.size))
+                yield rows
+
+        if self._codec is None:
+            entries, last, end = self._copied(fd, chunks(), crcs, scratch)
+        else:
+            entries, last, end = self._compressed(fd, chunks(), scratch)
+        crc = joined(crcs)
+        write_tail(scratch.tail, layout, self._record(payload, crc), entries)
+        return crc, write_all(fd, [*last, scratch.tail.data], end)
+
+    def _copied(
+        self, fd: int, chunks: Iterator[NDArray[np.uint8]], crcs: list[tuple[int, int]], scratch: Scratch
+    ) -> tuple[list[tuple[int, int]], list[memoryview], int]:
+        """Writes uncompressed blocks one by one out of scratch memory; `crcs` has that of the chunk that came last. As
+        `_plain`."""
+        layout = self._layout
+        size = layout.chunk_bytes
+        entries = []
+        offset = 0
+        for rows in chunks:
+            block = scratch.encoded_block()
+            block[: rows.size] = rows
+            fill(block[rows.size : size], layout.fill_bits)
+            crc = extend_with_fill(crcs[-1][0], size - rows.size, layout.fill_bits)
+            block[size:] = 0
+            block[size : size + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
+            entries.append((offset, size + CRC_BYTES))
+            offset = write_all(fd, [block.data], offset)
+        return entries, [], offset
+
     def _compressed(
-        self, fd: int, rows: NDArray[np.uint8], scratch: Scratch
+        self, fd: int, chunks: Iterator[NDArray[np.uint8]], scratch: Scratch
     ) -> tuple[list[tuple[int, int]], list[memoryview], int]:
         """Writes compressed blocks; returns as `_plain`."""
         assert self._codec is not None
@@ -176,12 +223,12 @@ class ShardWriter:
         entries = []
         offset = 0
         block: list[memoryview] = []
-        for at in range(0, rows.size, size):
-            chunk = rows[at : at + size]
+        for rows in chunks:
+            chunk = rows
             if chunk.size < size:
                 whole = np.empty(size, np.uint8)
                 whole[: chunk.size] = chunk
-                whole[chunk.size :].view(np.uint16)[:] = NAN_BITS
+                whole[chunk.size :].view(np.uint16)[:] = self._layout.fill_bits
                 chunk = whole
             encoded = np.frombuffer(self._codec.encode(chunk), np.uint8)
             offset = write_all(fd, block, offset)
@@ -190,7 +237,7 @@ class ShardWriter:
         return entries, block, offset
 
     def _record(self, payload: Payload, crc: int) -> ShardRecord:
-        return make_record(payload, self._store, self._spec, self._layout.hidden_size, crc)
+        return make_record(payload, self._store, self._spec, self._layout, crc)
 
     def _scratch(self, *, straight: bool) -> Scratch:
         """This thread's scratch; made anew when the way of writing changes, so that padding stays zero."""
@@ -205,9 +252,18 @@ def check_payload(payload: Payload, layout: StoreLayout) -> None:
     states, marker = payload.states, payload.marker
     if states.dtype != np.uint16 or states.ndim != 3 or not states.flags.c_contiguous:
         raise ValueError(f"states are {states.dtype} {states.shape}; expected C-contiguous uint16 [tokens, L, H]")
-    if states.shape[1:] != layout.shape[2:] or not 0 <= marker.index < layout.samples:
+    if states.shape[1:] != (layout.states, layout.hidden_size) or not 0 <= marker.index < layout.samples:
         raise ValueError(f"sample {marker.index} has states {states.shape}; the store is {layout.shape}")
     layout.check_tokens(states.shape[0])
+    kept = payload.kept
+    if (kept is not None) != layout.selects:
+        raise ValueError(
+            f"sample {marker.index} {'has' if kept is not None else 'lacks'} kept tokens; the store keeps {layout.kept}"
+        )
+    if kept is not None and not (kept.size and kept[0] >= 0 and kept[-1] < states.shape[0] and bool((np.diff(kept) > 0).all())):
+        raise ValueError(
+            f"sample {marker.index} keeps {kept.size} tokens; expected rising ones, from 0 to {states.shape[0] - 1}"
+        )
     if not marker.tokens == states.shape[0] == payload.input_ids.size:
         raise ValueError(
             f"marker {marker} is of {marker.tokens} tokens; its payload has {states.shape[0]} rows and "
@@ -215,7 +271,20 @@ def check_payload(payload: Payload, layout: StoreLayout) -> None:
         )
 
 
-def make_record(payload: Payload, store: str, spec: CaptureSpec, hidden_size: int, crc: int) -> ShardRecord:
+def rows_of(payload: Payload) -> int:
+    """How many rows the shard of a payload has."""
+    return payload.marker.tokens if payload.kept is None else payload.kept.size
+
+
+def joined(crcs: list[tuple[int, int]]) -> int:
+    """The crc32c of pieces one after the other, of which each one's and its size are given."""
+    crc = crcs[0][0]
+    for other, size in crcs[1:]:
+        crc = combine(crc, other, size)
+    return crc
+
+
+def make_record(payload: Payload, store: str, spec: CaptureSpec, layout: StoreLayout, crc: int) -> ShardRecord:
     """The record of a payload whose crc32c is `crc`."""
     return ShardRecord(
         store=store,
@@ -227,8 +296,11 @@ def make_record(payload: Payload, store: str, spec: CaptureSpec, hidden_size: in
         ids=ids_digest(payload.input_ids),
         layers=spec.layers,
         final=spec.final,
-        hidden_size=hidden_size,
+        hidden_size=layout.hidden_size,
         crc32c=crc,
+        rows=0 if payload.kept is None else payload.kept.size,
+        kept="" if payload.kept is None else digest(payload.kept),
+        dtype=layout.dtype,
     )
 
 

@@ -81,12 +81,15 @@ class ShardCopier:
 
     def prove(self, path: Path, row: CommittedRow) -> None:
         """Reads a whole shard and holds it against the ledger. Raises ShardError."""
-        with ShardFile(path, self._info.layout, row.tokens, owner=(self._info.store_id, row.captured_as)) as shard:
+        layout = self._info.layout
+        # Of a selection of tokens the record says how many they are; the ledger's checksum proves that it is the right one.
+        tokens = None if layout.selects else row.tokens
+        with ShardFile(path, layout, tokens, owner=(self._info.store_id, row.captured_as)) as shard:
             if shard.nbytes != row.nbytes:
                 raise ShardError("truncated", path, f"has {shard.nbytes} bytes; expected {row.nbytes}")
-            if self._info.layout.records and shard.record().marker != row.marker:
+            if layout.records and shard.record().marker != row.marker:
                 raise ShardError("record", path, f"is of attempt {shard.record().marker}; expected {row.marker}")
-            _, crc = shard.read_all(self._buffer(row.tokens))
+            _, crc = shard.read_all(self._buffer(shard.rows))
         if crc != row.crc32c:
             raise ShardError("chunk", path, f"holds payload {crc:08x}; expected {row.crc32c:08x}")
 
@@ -133,10 +136,10 @@ class ShardCopier:
 
     def _buffer(self, tokens: int) -> NDArray[np.uint16]:
         layout = self._info.layout
-        size = tokens * layout.states * layout.hidden_size
+        size = tokens * layout.states * layout.row_words
         if self._states.size < size:
             self._states = np.empty(size, np.uint16)
-        return self._states[:size].reshape(tokens, layout.states, layout.hidden_size)
+        return self._states[:size].reshape(tokens, layout.states, layout.row_words)
 
 
 def _create(path: Path) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 import numpy as np
 
 from hsx.core.crc import combine
-from hsx.core.layout import CRC_BYTES, MISSING, NAN_BITS, StoreLayout
+from hsx.core.layout import CRC_BYTES, MISSING, StoreLayout
 from hsx.core.shard_record import decode
 from hsx.errors import RunError
 from hsx.stores.checksum import crc32c, crc32c_bytes
@@ -58,12 +58,16 @@ class ShardFile:
     Args:
         path: the shard, or a link to it.
         layout: the store's shape.
-        tokens: tokens of the sample.
+        tokens: rows of the shard: the sample's tokens, or those of them that the store keeps; None: as many as its record
+            says, for
+            callers who know by the payload's checksum that it is the right shard.
         check: compare checksums and padding; without it only the places in the index are checked.
         owner: the store's uuid and the sample that the shard has to belong to by its own record; None: whoever's it is. Stores
             whose shards have no records (`layout.records`) are not asked.
         ids: asked for the digest of the sample's ids where the shard is another sample's by its record: it is taken if it was
             made of the very same ids. None: it is not.
+        kept: asked, in a store that keeps a selection of tokens, for the digest of the positions that the shard has to be made
+            of (`hsx.stores.selection.digest`). None: whichever they are.
         cached: read through the page cache's own memory, which is faster where the shard is there already; otherwise with
             `preadv`. The fill behind the last row is then not read where the checksum is that of the rows and of fill: it
             proves the rows, and says nothing of fill that changed on the disk.
@@ -76,20 +80,23 @@ class ShardFile:
         self,
         path: Path,
         layout: StoreLayout,
-        tokens: int,
+        tokens: int | None,
         *,
         check: bool = True,
         owner: tuple[str, int] | None = None,
         ids: Callable[[], str] | None = None,
+        kept: Callable[[], str] | None = None,
         cached: bool = False,
     ) -> None:
-        layout.check_tokens(tokens)
+        if tokens is not None:
+            layout.check_tokens(tokens)
         self._ids = ids
+        self._kept = kept if layout.selects else None
         self._owner = owner if layout.records else None
         self._codec = make_codec(layout.codec)
         self._path = path
         self._layout = layout
-        self._tokens = tokens
+        self._tokens = tokens or 0
         self._check = check
         self._skips_fill = cached
         self._scratch = np.empty(0, np.uint8)
@@ -102,7 +109,7 @@ class ShardFile:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
             raise ShardError("missing" if missing else "unreadable", path, f"cannot be opened: {error.strerror}") from error
         try:
-            self._entries = self._read_tail()
+            self._entries = self._read_tail(by_record=tokens is None)
             if cached and self._size >= WORTH_WHILE:
                 with suppress(OSError):
                     self._cached = CachedFile(self._fd, self._size)
@@ -133,6 +140,11 @@ class ShardFile:
         """Size of the file."""
         return self._size
 
+    @property
+    def rows(self) -> int:
+        """Rows of the shard."""
+        return self._tokens
+
     def record(self) -> ShardRecord:
         """What the shard says of itself. Raises ShardError `record` where it has no sound record."""
         layout = self._layout
@@ -145,9 +157,10 @@ class ShardFile:
             raise self._error("record", f"has no sound record: it {error}") from error
 
     def read(self, start: int = 0, stop: int | None = None, out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
-        """bf16 bits [stop - start, L, H] of the tokens from `start` up to `stop` (default: all).
+        """The rows from `start` up to `stop` (default: all), as they are stored: uint16 [stop - start, L, row_words].
 
-        Only the inner chunks of these tokens are read. `out`, if given, is C-contiguous uint16 of that shape and is filled and
+        Those are bf16 bits [stop - start, L, H], but in an fp8 store, whose rows `hsx.stores.reduced.decode` converts.
+        Only the inner chunks of these rows are read. `out`, if given, is C-contiguous uint16 of that shape and is filled and
         returned. Raises ShardError.
         """
         return self._read(start, self._tokens if stop is None else stop, out)[0]
@@ -161,7 +174,7 @@ class ShardFile:
 
         Args:
             start: a multiple of `chunk_tokens`.
-            out: C-contiguous uint16 [tokens, L, H], tokens being a multiple of `chunk_tokens`; filled.
+            out: C-contiguous uint16 [tokens, L, row_words], tokens being a multiple of `chunk_tokens`; filled.
             direct: from the device, past the page cache, where shard, file system and `out` (page-aligned) allow it.
 
         Returns:
@@ -205,7 +218,7 @@ class ShardFile:
         chunk = self._layout.chunks(self._tokens) - 1
         self.prove(chunk, crc32c(filled.reshape(-1).view(np.uint8), crc), recorded)
         self._check_padding(chunk, self._tokens - chunk * self._layout.chunk_tokens, filled.reshape(-1).view(np.uint8))
-        if bool((row == NAN_BITS).all()):
+        if bool((row == self._layout.fill_bits).all()):
             raise self._row_is_fill(self._tokens - 1)
 
     def _row_is_fill(self, row: int) -> ShardError:
@@ -215,7 +228,7 @@ class ShardFile:
         layout = self._layout
         if not 0 <= start <= stop <= self._tokens:
             raise ValueError(f"tokens {start} to {stop} are asked for; the sample has {self._tokens}")
-        shape = (stop - start, layout.states, layout.hidden_size)
+        shape = (stop - start, layout.states, layout.row_words)
         if out is None:
             out = np.empty(shape, np.uint16)
         elif out.shape != shape or out.dtype != np.uint16 or not out.flags.c_contiguous:
@@ -228,7 +241,7 @@ class ShardFile:
             low, high = max(start - first, 0), min(stop - first, layout.chunk_tokens)
             at = (first + low - start) * layout.token_bytes
             payload = self._read_chunk(chunk, low, high, flat[at : at + (high - low) * layout.token_bytes], payload)
-        if self._check and stop == self._tokens > start and bool((out[-1] == NAN_BITS).all()):
+        if self._check and stop == self._tokens > start and bool((out[-1] == layout.fill_bits).all()):
             raise self._row_is_fill(stop - 1)
         return out, payload
 
@@ -270,7 +283,7 @@ class ShardFile:
         self._fill([part for part in (head, rows) if part.size], offset)
         self._fill([self._crc], offset + self._layout.chunk_bytes)
         crc = crc32c(rows, crc32c(head))
-        return crc if extend_with_fill(crc, after) == int(self._crc.view("<u4")[0]) else None
+        return crc if extend_with_fill(crc, after, self._layout.fill_bits) == int(self._crc.view("<u4")[0]) else None
 
     def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
         layout = self._layout
@@ -301,7 +314,7 @@ class ShardFile:
         layout = self._layout
         used = min(self._tokens - chunk * layout.chunk_tokens, layout.chunk_tokens)
         padding = tail[(used - high) * layout.token_bytes :]
-        if used < layout.chunk_tokens and not bool((padding.view(np.uint16) == NAN_BITS).all()):
+        if used < layout.chunk_tokens and not bool((padding.view(np.uint16) == layout.fill_bits).all()):
             raise self._error("tokens", f"there is data after row {self._tokens - 1}; expected {self._tokens} tokens")
 
     def _memory(self, nbytes: int) -> NDArray[np.uint8]:
@@ -309,7 +322,7 @@ class ShardFile:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch
 
-    def _read_tail(self) -> NDArray[np.uint64]:
+    def _read_tail(self, *, by_record: bool) -> NDArray[np.uint64]:
         """Reads the tail, proves index and owner, and returns the entries of the sample's inner chunks."""
         layout = self._layout
         try:
@@ -327,6 +340,10 @@ class ShardFile:
             raise self._error("index", f"index has crc32c {crc:08x}; expected {recorded:08x}")
         if self._owner is not None:
             self._prove_owner(*self._owner)
+        if by_record:
+            self._tokens = self.record().stored_rows
+            if not 1 <= self._tokens <= layout.max_tokens:
+                raise self._error("record", f"says that it has {self._tokens} rows; expected 1 to {layout.max_tokens}")
         entries = np.frombuffer(raw[:-CRC_BYTES].tobytes(), "<u8").reshape(-1, 2)
         wanted = layout.chunks(self._tokens)
         present = int((entries != np.uint64(MISSING)).all(axis=1).sum())
@@ -349,6 +366,12 @@ class ShardFile:
                 "record",
                 f"says that it is sample {record.index} of store {record.store}; expected sample {index} of store {store}",
             )
+        if (record.dtype, bool(record.kept)) != (self._layout.dtype, self._layout.selects):
+            raise self._error(
+                "record", f"says that it holds {record.dtype}, kept {record.kept!r}; expected {self._layout.dtype}"
+            )
+        if self._kept is not None and record.kept != (kept := self._kept()):
+            raise self._error("record", f"says that it holds the tokens {record.kept}; expected {kept}, by the loss mask")
 
     def _fill(self, buffers: list[NDArray[np.uint8]], offset: int) -> None:
         if self._cached is not None and self._cached.fill(buffers, offset):

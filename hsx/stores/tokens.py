@@ -180,6 +180,10 @@ class TokenTable:
         """uint8 [tokens] of 0 and 1 of sample `index`, read-only."""
         return self._arrays["loss_mask"].read(*self._bounds(index))
 
+    def loss_masks(self, first: int, last: int) -> NDArray[np.uint8]:
+        """uint8: the loss masks of samples `first` up to `last`, one after the other; at least one sample."""
+        return self._arrays["loss_mask"].read(self._bounds(first)[0], self._bounds(last - 1)[1])
+
     def sample_id(self, index: int) -> str:
         """The dataset's id of sample `index`."""
         self._bounds(index)

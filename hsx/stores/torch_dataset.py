@@ -29,9 +29,10 @@ class HiddenStatesDataset(Dataset[Item]):
     """Map-style dataset of the committed samples. Works with any number of DataLoader workers, forked or spawned.
 
     Items are dictionaries of tensors: `index` int64 [], `input_ids` int64 [tokens], `loss_mask` int64 [tokens] and
-    `hidden_states` bfloat16 [tokens, L, H]. A DataLoader fetches the items of a batch at once, which puts their states one
-    behind the other into one piece of memory: `collate_packed` then has nothing to copy, nor has a worker on its way to the
-    trainer.
+    `hidden_states` bfloat16 [tokens, L, H]. Of a store that keeps the states of some tokens alone, `hidden_states` is [rows,
+    L, H], and there is `positions` int64 [rows] too, the token that each row is of. A DataLoader fetches the items of a batch
+    at once, which puts their states one behind the other into one piece of memory: `collate_packed` then has nothing to copy,
+    nor has a worker on its way to the trainer.
 
     Args:
         path: the store.
@@ -71,6 +72,13 @@ class HiddenStatesDataset(Dataset[Item]):
         lengths = self.store.lengths[self.indices]
         self.lengths = lengths if max_tokens is None else np.minimum(lengths, max_tokens)
         """Tokens of each item, int64: what a sampler goes by."""
+        self.rows = self.lengths
+        """Rows of states of each item, int64: fewer than tokens where the store keeps fewer; a sampler may go by them
+        instead."""
+        if self.store.info.layout.selects:
+            self.rows = self.store.row_counts[self.indices]
+            for at in np.flatnonzero(lengths > self.lengths).tolist():
+                self.rows[at] = np.searchsorted(self.store.positions_numpy(int(self.indices[at])), self.lengths[at])
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -88,21 +96,25 @@ class HiddenStatesDataset(Dataset[Item]):
         """Reads the items of a batch; a DataLoader calls this. Raises as `__getitem__`."""
         indices = [int(self.indices[item]) for item in items]
         lengths = [int(self.lengths[item]) for item in items]
-        shape = (sum(lengths), len(self.state_names), self.store.hidden_size)
+        rows = [int(self.rows[item]) for item in items]
+        selects = self.store.info.layout.selects
+        shape = (sum(rows), len(self.state_names), self.store.hidden_size)
         buffer, states = self._memory(shape)
         made: list[Item] = []
         at = 0
-        for index, tokens in zip(indices, lengths, strict=True):
-            self.store.hidden_states_numpy(index, 0, tokens, states=self._states, out=buffer[at : at + tokens])
+        for index, tokens, count in zip(indices, lengths, rows, strict=True):
+            self.store.hidden_states_numpy(index, 0, tokens, states=self._states, out=buffer[at : at + count])
             made.append(
                 {
                     "index": torch.tensor(index),
                     "input_ids": torch.from_numpy(self.store.input_ids_numpy(index)[:tokens].astype(np.int64)),
                     "loss_mask": torch.from_numpy(self.store.loss_mask_numpy(index)[:tokens].astype(np.int64)),
-                    "hidden_states": states[at : at + tokens],
+                    "hidden_states": states[at : at + count],
                 }
             )
-            at += tokens
+            if selects:
+                made[-1]["positions"] = torch.from_numpy(self.store.positions_numpy(index)[:count])
+            at += count
         return made
 
     def _memory(self, shape: tuple[int, int, int]) -> tuple[NDArray[np.uint16], torch.Tensor]:
@@ -123,12 +135,16 @@ def collate_padded(items: Sequence[Item]) -> Item:
     """Joins items to a batch, padded with zeros on the right to the longest of it.
 
     Returns `index` [B], `input_ids`, `loss_mask` and `attention_mask` int64 [B, S], `hidden_states` bfloat16 [B, S, L, H].
+    Where the store keeps the states of some tokens alone, `hidden_states` is [B, R, L, H], R the most rows of a sample, and
+    `positions` int64 [B, R] says which token each row is of; -1 for a row that is padding.
     """
     pad = torch.nn.utils.rnn.pad_sequence
+    some = "positions" in items[0]
     return {
         "index": torch.stack([item["index"] for item in items]),
         **{key: pad([item[key] for item in items], batch_first=True) for key in ("input_ids", "loss_mask", "hidden_states")},
         "attention_mask": pad([torch.ones_like(item["input_ids"]) for item in items], batch_first=True),
+        **({"positions": pad([item["positions"] for item in items], batch_first=True, padding_value=-1)} if some else {}),
     }
 
 
@@ -137,7 +153,8 @@ def collate_packed(items: Sequence[Item]) -> Item:
 
     Returns `index` int64 [B], `input_ids`, `loss_mask` and `position_ids` int64 [T], with positions that begin at 0 in each
     sample, `cu_seqlens` int32 [B + 1], where each sample begins and the last one ends, `max_seqlen` int64 [], the longest
-    sample, and `hidden_states` bfloat16 [T, L, H].
+    sample, and `hidden_states` bfloat16 [T, L, H]. Where the store keeps the states of some tokens alone, `hidden_states` is
+    [R, L, H], and `positions` int64 [R] says which of the T tokens each row is of.
     """
     lengths = torch.tensor([len(item["input_ids"]) for item in items])
     return {
@@ -148,7 +165,14 @@ def collate_packed(items: Sequence[Item]) -> Item:
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         "max_seqlen": lengths.max(),
         "hidden_states": _joined([item["hidden_states"] for item in items]),
+        **({"positions": _moved(items, lengths)} if "positions" in items[0] else {}),
     }
+
+
+def _moved(items: Sequence[Item], lengths: torch.Tensor) -> torch.Tensor:
+    """The positions of all items' rows, among the tokens of all items."""
+    begins = (lengths.cumsum(0) - lengths).tolist()
+    return torch.cat([item["positions"] + begin for item, begin in zip(items, begins, strict=True)])
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,9 +19,11 @@ from zarr.storage import MemoryStore
 from hsx.core.layout import ENTRY_BYTES, PAGE, round_up, shard_key
 from hsx.stores import metadata
 from hsx.stores.bfloat16 import Buffer
+from hsx.stores.checksum import crc32c
 from hsx.stores.durable import write_all
+from hsx.stores.reduced import reduced_chunks
 from hsx.stores.root import ShardRoot
-from hsx.stores.shard import ShardWriter, judged_crcs, make_record, write_tail
+from hsx.stores.shard import ShardWriter, judged_crcs, make_record, rows_of, write_tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,24 +57,30 @@ class ZarrShardWriter(ShardWriter):
 
     def _fill(self, fd: int, payload: Payload) -> tuple[int, int]:
         layout = self._layout
-        shard = encode_shard(payload.marker.index, payload.states, layout)
+        if layout.reduced:
+            stored = np.concatenate([rows.copy() for rows in reduced_chunks(payload, layout)])
+            crc = crc32c(stored)
+        else:
+            stored = payload.states.reshape(-1).view(np.uint8)
+            _, crc = judged_crcs(payload, layout)
+        rows = stored.reshape(-1, layout.states, layout.row_bytes)
+        shard = encode_shard(payload.marker.index, rows.view(np.uint16) if layout.dtype == "bf16" else rows, layout)
         blocks, index = shard[: -layout.index_bytes], shard[-layout.index_bytes :]
-        chunks = layout.chunks(payload.marker.tokens)
+        chunks = layout.chunks(rows_of(payload))
         entries = index[: chunks * ENTRY_BYTES].view("<u8").reshape(-1, 2)
-        _, crc = judged_crcs(payload, layout)
         tail = np.empty(layout.tail_bytes, np.uint8)
-        record = make_record(payload, self._store, self._spec, layout.hidden_size, crc)
+        record = make_record(payload, self._store, self._spec, layout, crc)
         write_tail(tail, layout, record, [(offset, nbytes) for offset, nbytes in entries.tolist()])
         write_all(fd, [blocks.data], 0)
         return crc, write_all(fd, [tail.data], round_up(blocks.size, PAGE))
 
 
-def encode_shard(index: int, states: NDArray[np.uint16], layout: StoreLayout) -> NDArray[np.uint8]:
+def encode_shard(index: int, states: NDArray[np.uint16] | NDArray[np.uint8], layout: StoreLayout) -> NDArray[np.uint8]:
     """A sample's shard as zarr-python makes it: uint8, the index at its end.
 
     Args:
         index: the sample.
-        states: bf16 bits [tokens, L, H].
+        states: rows as they are stored: bf16 bits [rows, L, H], or uint8 [rows, L, H + 4].
         layout: the store's shape.
     """
     document = json.dumps(metadata.hidden_states(layout, {})).encode()

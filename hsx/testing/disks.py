@@ -74,6 +74,10 @@ class MemoryRoot:
         """See the port; there is nothing to read."""
         raise RunError("store_invalid", f"root {self._name} keeps no states: sample {index} of {tokens} tokens is not there")
 
+    def checksum(self, index: int, tokens: int, captured_as: int | None = None) -> int:
+        """See the port; there is nothing to read."""
+        raise RunError("store_invalid", f"root {self._name} keeps no states: sample {index} of {tokens} tokens is not there")
+
     def sync(self) -> None:
         """See the port."""
         self._pass()

@@ -6,6 +6,7 @@ is read back in three ways that share no code with the writers: hsx's own shard 
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from hsx.core.layout import PAGE, StoreLayout, shard_key
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
-from hsx.errors import RunError
+from hsx.errors import RunError, SampleError
 from hsx.ports import Payload
 from hsx.stores.checksum import crc32c, ids_digest
 from hsx.stores.group import create_store
@@ -28,6 +29,7 @@ from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.testing.stores import EPOCH, RUN, payload, random_bits, random_states
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -67,9 +69,18 @@ class Made:
         return {entry.name for entry in os.scandir(self.folder)}
 
 
-def make(folder: Path, hidden_size: int = 32, codec: str = "none", **how: Any) -> Made:  # noqa: ANN401 - passed on
-    """An empty store in `folder/store`, and its root `folder/a`, an existing or new folder; `how` is for `attach_roots`."""
-    layout = StoreLayout(SAMPLES, max(LENGTHS), SPEC.states, hidden_size, codec=codec)
+def make(
+    folder: Path,
+    hidden_size: int = 32,
+    codec: str = "none",
+    less: Mapping[str, Any] | None = None,
+    **how: Any,  # noqa: ANN401 - passed on
+) -> Made:
+    """An empty store in `folder/store`, and its root `folder/a`, an existing or new folder.
+
+    `less` is for the layout, of a store that keeps less; `how` is for `attach_roots`.
+    """
+    layout = StoreLayout(SAMPLES, max(LENGTHS), SPEC.states, hidden_size, codec=codec, **(less or {}))
     (folder / "a").mkdir(parents=True, exist_ok=True)
     info, (root,) = attach_roots(create_store(folder / "store", layout, SPEC, {}), {"a": folder / "a"}, **how)
     return Made(info, root, root.folder)
@@ -239,3 +250,127 @@ class RootContract:
             with pytest.raises(RunError) as error:
                 ask()
             assert error.value.kind == "root_unusable"
+
+
+class ReducedRootContract:
+    """What a root has to do in a store that keeps less than was captured. Subclasses provide `made`, whose store does."""
+
+    def _written(self, made: Made, tmp_path: Path, tokens: int, index: int = 0) -> tuple[Payload, Receipt]:
+        """Writes a judged dump of which about a third of the tokens is kept, where the store selects."""
+        layout, rng = made.info.layout, np.random.default_rng(tokens)
+        states = random_states(rng, tokens, layout.states, layout.hidden_size)
+        kept = np.union1d(np.flatnonzero(rng.random(tokens) < 0.3), [tokens - 1]) if layout.selects else None
+        dump = replace(as_dump(states, tmp_path, index), kept=kept)
+        return dump, made.root.write(dump)
+
+    @pytest.mark.parametrize("tokens", LENGTHS)
+    def test_every_reader_finds_the_kept_rows(self, made: Made, tmp_path: Path, tokens: int) -> None:
+        """Converted by a reference that shares no code with the writer; what follows them is fill; the receipt is right."""
+        import tensorstore
+        import zarr
+
+        layout = made.info.layout
+        dump, receipt = self._written(made, tmp_path, tokens)
+        wanted = dump.states if dump.kept is None else dump.states[dump.kept]
+        raw = _reference(wanted, layout)
+        assert receipt.nbytes == made.shard().stat().st_size <= layout.file_bytes(len(wanted))
+        assert receipt.crc32c == crc32c(raw.reshape(-1)) == made.root.checksum(0, tokens)
+        assert np.array_equal(made.root.read(0, tokens), _restored(raw, layout))
+        (made.info.path / "hidden_states" / shard_key(0)).symlink_to(made.shard())
+        group = zarr.open_group(made.info.path, mode="r")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(made.folder)}}
+        for array in (
+            np.asarray(group["hidden_states"][0]),  # type: ignore[index]  # an array, by its place
+            tensorstore.open(spec, read=True).result()[0].read().result(),
+        ):
+            found = np.ascontiguousarray(array).view(np.uint8)
+            assert np.array_equal(found[: len(wanted)], raw)
+            fill = found[len(wanted) :].reshape(-1).view(np.uint16)
+            assert bool((fill == (0x7FC0 if layout.dtype == "bf16" else 0x7F7F)).all())
+
+    def test_the_shard_says_what_it_keeps(self, made: Made, tmp_path: Path) -> None:
+        """Beside whose it is: a reader with other tokens in mind is refused."""
+        layout = made.info.layout
+        dump, receipt = self._written(made, tmp_path, 200, 3)
+        record = read_record(made.shard(3), layout)
+        assert (record.tokens, record.crc32c, record.dtype) == (200, receipt.crc32c, layout.dtype)
+        assert record.ids == ids_digest(dump.input_ids)
+        if dump.kept is None:
+            assert (record.rows, record.kept) == (0, "")
+            return
+        own = hashlib.sha256(dump.kept.astype("<i4").tobytes()).hexdigest()
+        assert (record.rows, record.kept) == (len(dump.kept), own)
+        owner = (made.info.store_id, 3)
+        with ShardFile(made.shard(3), layout, len(dump.kept), owner=owner, kept=lambda: own) as shard:
+            assert shard.rows == len(dump.kept)
+        with pytest.raises(ShardError, match="by the loss mask") as error:
+            ShardFile(made.shard(3), layout, len(dump.kept), owner=owner, kept=lambda: "0" * 64)
+        assert error.value.problem == "record"
+
+    def test_bytes_that_change_after_they_were_judged_are_not_stored(self, made: Made, tmp_path: Path) -> None:
+        """The checksums are those of what is stored, so nobody would find out later."""
+        layout = made.info.layout
+        states = random_states(np.random.default_rng(4), 100, layout.states, layout.hidden_size)
+        kept = np.array([3, 70, 99]) if layout.selects else None
+        judged = replace(as_dump(states, tmp_path), kept=kept)
+        changed = states.copy()
+        changed[71, 0, 0] ^= 1
+        before = made.names()
+        with pytest.raises(SampleError, match="chunk 1 of the dump") as error:
+            made.root.write(replace(judged, states=changed, source=None))
+        assert error.value.kind == "dump_invalid"
+        assert made.names() == before
+
+    def test_payloads_that_keep_what_the_store_does_not_are_refused(self, made: Made, tmp_path: Path) -> None:
+        """Before anything is written."""
+        layout = made.info.layout
+        states = random_states(np.random.default_rng(4), 10, layout.states, layout.hidden_size)
+        dump = as_dump(states, tmp_path)
+        before = made.names()
+        wrong = [np.array(kept) for kept in ([], [-1, 2], [2, 10], [3, 3], [4, 1])] if layout.selects else [np.array([1])]
+        for kept in [*wrong, *([None] if layout.selects else [])]:
+            with pytest.raises(ValueError, match=r"keeps \d+ tokens|the store keeps"):
+                made.root.write(replace(dump, kept=kept))
+        assert made.names() == before
+
+    def test_a_changed_byte_is_found(self, made: Made, tmp_path: Path) -> None:
+        """In the first block and in the index."""
+        for at in (40, -8):
+            self._written(made, tmp_path, 70)
+            content = bytearray(made.shard().read_bytes())
+            content[at] ^= 1
+            made.shard().write_bytes(content)
+            with pytest.raises(RunError, match="has crc32c") as error:
+                made.root.checksum(0, 70)
+            assert error.value.kind == "store_invalid"
+
+    def test_threads_write_different_samples_at_once(self, made: Made, tmp_path: Path) -> None:
+        """Scratch memory is a thread's own."""
+        with ThreadPoolExecutor(4) as pool:
+            written = list(pool.map(lambda i: self._written(made, tmp_path, LENGTHS[i % len(LENGTHS)], i), range(SAMPLES)))
+        for index, (dump, receipt) in enumerate(written):
+            wanted = dump.states if dump.kept is None else dump.states[dump.kept]
+            assert receipt.crc32c == crc32c(_reference(wanted, made.info.layout).reshape(-1))
+            assert made.root.checksum(index, dump.marker.tokens) == receipt.crc32c
+
+
+def _reference(states: NDArray[np.uint16], layout: StoreLayout) -> NDArray[np.uint8]:
+    """What is stored of rows, by numpy and ml_dtypes: uint8 [rows, L, row_bytes]."""
+    if layout.dtype == "bf16":
+        return np.ascontiguousarray(states).view(np.uint8)
+    import ml_dtypes
+
+    values = states.view(ml_dtypes.bfloat16).astype(np.float32)
+    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(448)
+    return np.concatenate([(values / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale.view(np.uint8)], axis=-1)
+
+
+def _restored(raw: NDArray[np.uint8], layout: StoreLayout) -> NDArray[np.uint16]:
+    """bf16 bits of what is stored, as `_reference`."""
+    if layout.dtype == "bf16":
+        return raw.view(np.uint16)
+    import ml_dtypes
+
+    values = raw[..., :-4].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) * raw[..., -4:].copy().view(np.float32)
+    bits: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return bits

@@ -53,6 +53,11 @@ class FailingRoot:
         self._pass("read")
         return self._root.read(index, tokens, captured_as)
 
+    def checksum(self, index: int, tokens: int, captured_as: int | None = None) -> int:
+        """See the port."""
+        self._pass("read")
+        return self._root.checksum(index, tokens, captured_as)
+
     def link(self, index: int, others: Sequence[int]) -> list[int]:
         """See the port; while `link_refused` is in `failing`, its file system has no hard links."""
         self._pass("link")

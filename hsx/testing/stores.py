@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from hsx.core.spec import CaptureSpec
 from hsx.ports import CommittedRow, Payload, Row
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.root import ShardRoot, attach_roots
+from hsx.stores.selection import kept_of
 from hsx.stores.token_writer import TokenTableWriter
+from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ def build_store(
     spec: CaptureSpec | None = None,
     direct: bool = True,
     codec: str = "none",
+    masks: Sequence[NDArray[np.uint8]] | None = None,
+    **less: Any,  # noqa: ANN401 - passed on
 ) -> BuiltStore:
     """Writes a store to `folder/store`, with roots `folder/<name>` that take the samples by turns.
 
@@ -94,16 +98,18 @@ def build_store(
         spec: the capture spec; default: h_1 up to h_{L-1}, and post_norm.
         direct: use O_DIRECT where the file system has it.
         codec: how inner chunks are compressed.
+        masks: loss mask of each sample, uint8 [tokens]; default: every other token.
+        less: `kept`, `context` and `dtype` of the layout, for a store that keeps less.
     """
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, len(s), dtype=np.int32) for s in states] if input_ids is None else list(input_ids)
     with TokenTableWriter(folder / "store") as table:
         for index, sample in enumerate(ids):
-            mask = (np.arange(len(sample)) % 2).astype(np.uint8)
+            mask = (np.arange(len(sample)) % 2).astype(np.uint8) if masks is None else masks[index]
             table.add(Row(sample_id=f"sample-{index}", input_ids=sample, loss_mask=mask, line=index + 1))
         table.finish({"sha256": "none"}, {})
     _, vectors, width = states[0].shape
-    layout = StoreLayout(len(states), max(len(s) for s in states), vectors, width, codec=codec)
+    layout = StoreLayout(len(states), max(len(s) for s in states), vectors, width, codec=codec, **less)
     spec = spec or CaptureSpec(tuple(range(1, vectors)), "post_norm")
     info = create_store(folder / "store", layout, spec, {"name": "test"})
     places = {name: folder / name for name in roots}
@@ -111,11 +117,12 @@ def build_store(
         place.mkdir(exist_ok=True)
     info, shard_roots = attach_roots(info, places, direct=direct)
     view = UnionView(info)
+    kept = kept_of(TokenTable(info.path), layout)
     rows = []
     for index, sample_states in enumerate(states[:committed]):
         root = shard_roots[index % len(shard_roots)]
         marker = Marker(RUN, index, 1, len(sample_states))
-        receipt = root.write(payload(marker, sample_states, ids[index]))
+        receipt = root.write(replace(payload(marker, sample_states, ids[index]), kept=kept(index)))
         view.link(index, root.name)
         rows.append(
             CommittedRow(

@@ -7,11 +7,12 @@ of times larger than the others, and neighbouring layers with cosines near 1.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hsx.errors import RunError
+from hsx.stores.fp8 import converted, row_error
 from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from hsx.core.spec import CaptureSpec
+    from hsx.stores.group import StoreInfo
     from hsx.stores.reader import StoredSample
 
 TOLERANCE: Final = 2.0**-7
@@ -40,7 +41,7 @@ class StateError:
 
     Attributes:
         name: the state, such as `h_2`.
-        worst: of the worst token; `worst_token` is its position.
+        worst: of the worst stored token; `worst_token` is its position.
         median: of the median token.
         neighbour: name of the nearer one of the states before and after it.
         neighbour_median: of the median token, had that one been stored in its place.
@@ -197,6 +198,10 @@ def against_hf(
     A state is right when its worst token is within `tolerance` and the states before and after it would miss by `margin` times
     more in the median token: that tells an off-by-one in the layers, which a cosine would not.
 
+    Where the store keeps fewer tokens, those are compared. In an fp8 store the tolerance is wider by the most that conversion
+    may cause (`hsx.stores.fp8.row_error`), and for the medians the error of converting the recomputed rows is taken off, as
+    what it is: independent of the error that is looked for, so that their squares add up.
+
     Args:
         store_path: the store.
         model_path: Hugging Face folder of the model that was served.
@@ -216,7 +221,7 @@ def against_hf(
     chosen = choose(store.committed.tolist(), samples, seed)
     report = HfReport(str(store.path), str(model_path), tolerance, margin)
     for done, index in enumerate(chosen, start=1):
-        report.samples.append(_compare(store.sample(index), store.info.spec, model, tolerance, margin))
+        report.samples.append(_compare(store.sample(index), store.info, model, tolerance, margin))
         if progress is not None:
             progress(done, len(chosen))
     return report
@@ -237,31 +242,39 @@ def _check_fits(store: Store, model: HfModel, path: str) -> None:
         )
 
 
-def _compare(sample: StoredSample, spec: CaptureSpec, model: HfModel, tolerance: float, margin: float) -> HfSample:
+def _compare(sample: StoredSample, store: StoreInfo, model: HfModel, tolerance: float, margin: float) -> HfSample:
     """Judges all states of one sample."""
-    last = model.layers
+    spec, last = store.spec, model.layers
     wanted = {k + step for k in spec.layers for step in (-1, 0, 1)} | {last - 1, last, POST_NORM}
-    truth = model.states(sample.input_ids, wanted)
+    positions = sample.positions
+    truth = {k: state[positions] for k, state in model.states(sample.input_ids, wanted).items()}
     stored = sample.hidden_states.float()
+
+    def judge(name: str, stored: Tensor, truth: Tensor, beside: Mapping[str, Tensor]) -> StateError:
+        found = _judge(name, stored, truth, beside, tolerance, margin, fp8=store.layout.dtype != "bf16")
+        return replace(found, worst_token=int(positions[found.worst_token]))
+
     errors = [
-        _judge(name, stored[:, at], truth[k], {f"h_{n}": truth[n] for n in (k - 1, k + 1)}, tolerance, margin)
+        judge(name, stored[:, at], truth[k], {f"h_{n}": truth[n] for n in (k - 1, k + 1)})
         for at, (name, k) in enumerate(zip(spec.names, spec.layers, strict=False))
     ]
     if spec.final == "post_norm":
         beside = {f"norm(h_{last - 1})": model.normed(truth[last - 1])}
-        errors.append(_judge("post_norm", stored[:, -1], truth[POST_NORM], beside, tolerance, margin))
+        errors.append(judge("post_norm", stored[:, -1], truth[POST_NORM], beside))
     else:
-        errors.append(_judge("pre_norm", stored[:, -1], truth[last], {f"h_{last - 1}": truth[last - 1]}, tolerance, margin))
+        errors.append(judge("pre_norm", stored[:, -1], truth[last], {f"h_{last - 1}": truth[last - 1]}))
     return HfSample(sample.index, sample.id, sample.tokens, errors)
 
 
 def _judge(
-    name: str, stored: Tensor, truth: Tensor, beside: Mapping[str, Tensor], tolerance: float, margin: float
+    name: str, stored: Tensor, truth: Tensor, beside: Mapping[str, Tensor], tolerance: float, margin: float, *, fp8: bool
 ) -> StateError:
     own = _relative(stored, truth)
-    medians = {neighbour: float(_relative(stored, state).median()) for neighbour, state in beside.items()}
+    medians = {neighbour: _median(stored, state, fp8=fp8) for neighbour, state in beside.items()}
     neighbour = min(medians, key=lambda key: medians[key])
-    worst, median = float(own.max()), float(own.median())
+    worst, median = float(own.max()), _median(stored, truth, fp8=fp8)
+    if fp8:
+        tolerance += row_error(stored.shape[-1])
     return StateError(
         name=name,
         worst=worst,
@@ -271,6 +284,14 @@ def _judge(
         neighbour_median=medians[neighbour],
         ok=worst <= tolerance and medians[neighbour] > margin * median,
     )
+
+
+def _median(stored: Tensor, truth: Tensor, *, fp8: bool) -> float:
+    """The relative error of the median token, without what converting `truth` to fp8 causes by itself."""
+    error = _relative(stored, truth)
+    if fp8:
+        error = (error.square() - _relative(converted(truth), truth).square()).clamp(min=0).sqrt()
+    return float(error.median())
 
 
 def _relative(stored: Tensor, truth: Tensor) -> Tensor:

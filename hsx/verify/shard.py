@@ -23,7 +23,9 @@ from hsx.core.layout import PAGE
 from hsx.core.marker import Marker
 from hsx.core.spec import BF16_BYTES
 from hsx.errors import RunError
-from hsx.stores.checksum import ids_digest
+from hsx.stores.checksum import crc32c, ids_digest
+from hsx.stores.reduced import decode
+from hsx.stores.selection import digest
 from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.verify.content import ContentJudge
 
@@ -47,7 +49,7 @@ AHEAD_BYTES: Final = 8 << 20
 SECTOR: Final = 512
 """Real states have no run of zeros as long as this; disks lose nothing shorter."""
 _AT_ONCE: Final = nullcontext()
-IDENTITY: Final = ("store", "index", "marker", "tokens", "layers", "final", "hidden_size")
+IDENTITY: Final = ("store", "index", "marker", "tokens", "layers", "final", "hidden_size", "rows", "kept", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,10 @@ class ShardProver:
             return Proof(0, (*found, *unsound))
         size = 0
         try:
-            with ShardFile(expected.path, self._layout, expected.tokens) as shard:
+            positions = self._kept(expected)
+            if positions is not None and ids is not None:
+                ids = ids[positions]  # of two equal ids, the states before the first layer are equal
+            with ShardFile(expected.path, self._layout, expected.tokens if positions is None else len(positions)) as shard:
                 size = shard.nbytes
                 crc, violations = self._read(shard, expected, ids, ahead, turn)
         except ShardError as error:
@@ -166,6 +171,15 @@ class ShardProver:
             return self._store.input_ids_numpy(index), []
         except RunError as error:
             return None, [Finding("ids", f"the ids of the sample cannot be read: {error.message}")]
+
+    def _kept(self, expected: Expected) -> NDArray[np.int64] | None:
+        """The tokens whose rows the shard has to hold; None for all of them. Raises ShardError."""
+        if not self._layout.selects:
+            return None
+        try:
+            return self._store.positions_numpy(expected.index)
+        except RunError as error:
+            raise ShardError("tokens", expected.path, f"holds nobody knows which tokens: {error.message}") from error
 
     def _record(self, path: Path) -> tuple[ShardRecord | None, list[Finding]]:
         if not self._layout.records:
@@ -189,6 +203,8 @@ class ShardProver:
             "layers": tuple(info.spec.layers),
             "final": info.spec.final,
             "hidden_size": self._layout.hidden_size,
+            "dtype": self._layout.dtype,
+            **self._wanted_rows(expected, record),
         }
         for name in IDENTITY:
             given = getattr(record, name)
@@ -199,6 +215,14 @@ class ShardProver:
                 )
         return ""
 
+    def _wanted_rows(self, expected: Expected, record: ShardRecord) -> dict[str, int | str]:
+        """What the record has to say of the rows. Where the loss mask cannot be read, `_kept` tells, and here anything goes."""
+        try:
+            positions = self._kept(expected)
+        except ShardError:
+            return {"rows": record.rows, "kept": record.kept}
+        return {"rows": 0, "kept": ""} if positions is None else {"rows": len(positions), "kept": digest(positions)}
+
     def _read(
         self,
         shard: ShardFile,
@@ -208,8 +232,9 @@ class ShardProver:
         turn: AbstractContextManager[object],
     ) -> tuple[int, list[Finding]]:
         """The crc32c of the payload, and the content invariants that do not hold. Raises ShardError, Stopped."""
-        layout, tokens = self._layout, expected.tokens
+        layout, tokens = self._layout, shard.rows
         content = ContentJudge(layout.states)
+        payload = 0
         end = layout.chunks(tokens) * layout.chunk_tokens
         for start in range(0, end, self._step):
             if self._stopped():
@@ -217,8 +242,14 @@ class ShardProver:
             stop = min(start + self._step, end)
             first, read = start // layout.chunk_tokens, self._buffer(stop - start)
             rows, filled = read[: tokens - start], read[tokens - start :]
-            if not self._direct:
+            if not self._direct or layout.dtype != "bf16":
                 ahead(stop // layout.chunk_tokens * layout.block_bytes)
+            if layout.dtype != "bf16":
+                with turn:
+                    stored = shard.read(start, min(stop, tokens), rows)
+                    payload = crc32c(stored.reshape(-1).view(np.uint8), payload)
+                    content.add(decode(stored, layout))
+                continue
             if layout.codec != "none":
                 with turn:
                     content.add(shard.read(start, min(stop, tokens), rows))
@@ -242,11 +273,12 @@ class ShardProver:
         )
         judges = (invariants.finite, invariants.nonzero_rows, invariants.not_repeated)
         violations = [violation for judge in judges if (violation := judge(evidence)) is not None]
-        return content.payload, [Finding(v.invariant, f"shard {expected.path}: {v.evidence}") for v in violations]
+        crc = content.payload if layout.dtype == "bf16" else payload
+        return crc, [Finding(v.invariant, f"shard {expected.path}: {v.evidence}") for v in violations]
 
     def _buffer(self, tokens: int) -> NDArray[np.uint16]:
         """This thread's reading buffer."""
-        shape = (self._step, self._layout.states, self._layout.hidden_size)
+        shape = (self._step, self._layout.states, self._layout.row_words)
         buffer: NDArray[np.uint16] | None = getattr(self._local, "buffer", None)
         if buffer is None:
             # Page-aligned: copying out of the kernel to any other address takes three times as long.

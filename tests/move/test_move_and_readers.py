@@ -46,7 +46,9 @@ class AgreeingCanary:
     def __init__(self) -> None:
         self.asked: list[NDArray[np.uint16]] = []
 
-    async def agrees(self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16]) -> Violation | None:
+    async def agrees(
+        self, epoch: LiveEpoch, ids: NDArray[np.int32], stored: NDArray[np.uint16], kept: NDArray[np.int64] | None
+    ) -> Violation | None:
         self.asked.append(stored)
         return None
 
@@ -73,8 +75,8 @@ class Stored:
         self._roots = {root.name: root for root in attach_roots(bench.info, bench.places)[1]}
         self._table = TokenTable(bench.info.path)
 
-    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
-        return self._roots[row.root].read(row.index, row.tokens), self._table.input_ids(row.index)
+    def read(self, row: CommittedRow) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64] | None]:
+        return self._roots[row.root].read(row.index, row.tokens), self._table.input_ids(row.index), None
 
     async def revoke(self, rows: list[CommittedRow]) -> None:
         raise AssertionError(f"nothing is in doubt, and {rows} are revoked")

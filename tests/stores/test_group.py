@@ -79,7 +79,7 @@ def test_layout_and_spec_must_agree(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "is not Zarr metadata"),
         ("[]", "is not Zarr metadata"),
-        ('{"attributes": {}}', "format is None; expected 'hsx-store-2' or 'hsx-store-1'"),
+        ('{"attributes": {}}', "format is None; expected 'hsx-store-2', 'hsx-store-3' or 'hsx-store-1'"),
         ('{"attributes": {"hsx": {"format": "hsx-store-9"}}}', "format is 'hsx-store-9'"),
         ('{"attributes": {"hsx": {"format": "hsx-store-1"}}}', "KeyError: 'final'"),
     ],

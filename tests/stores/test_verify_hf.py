@@ -153,3 +153,25 @@ def test_hooks_give_what_transformers_calls_hidden_states(model_path: Path) -> N
         torch.testing.assert_close(found[k], hidden[k][0])
     torch.testing.assert_close(found[-1], hidden[-1][0])
     torch.testing.assert_close(model.normed(found[LAYERS]), found[-1])
+
+
+@pytest.mark.parametrize(("kept", "dtype"), [("loss", "bf16"), ("loss", "fp8_e4m3")])
+def test_a_store_that_keeps_less_is_held_against_what_it_keeps(tmp_path: Path, model_path: Path, kept: str, dtype: str) -> None:
+    """Right states pass, and those of neighbouring layers do not, with the tolerance that fp8 needs."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(5, 1000, (tokens,), generator=generator) for tokens in (4, 70, 33)]
+    given = [sample.numpy().astype(np.int32) for sample in ids]
+    (tmp_path / "right").mkdir()
+    (tmp_path / "wrong").mkdir()
+    spec = CaptureSpec(LAYER_IDS, "post_norm")
+
+    def built(name: str, layers: Sequence[int]) -> BuiltStore:
+        states = [states_of(model_path, sample, layers, "post_norm").view(torch.uint16).numpy() for sample in ids]
+        return build_store(tmp_path / name, states, spec=spec, input_ids=given, kept=kept, dtype=dtype)
+
+    right = against_hf(built("right", LAYER_IDS).info.path, model_path)
+    assert right.ok
+    assert all(state.worst_token % 2 for sample in right.samples for state in sample.states)
+    if dtype != "bf16":
+        assert 2.0**-8 < right.worst <= 2.0**-4
+    assert wrong(against_hf(built("wrong", (1, 3, 6)).info.path, model_path)) == {"h_2", "h_4", "h_7"}
