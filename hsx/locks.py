@@ -64,6 +64,21 @@ def locked(path: Path, what: str, kind: str = "ledger_failed") -> Iterator[None]
             os.close(descriptor)
 
 
+def holder_pid(path: Path) -> int:
+    """The process that holds the lock file at `path`; 0 where none is seen to: nobody, or another host or pid namespace.
+
+    Takes no lock, so that it keeps nobody from starting.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return _kernels_holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Homes:
     """The right to change where committed samples lie; implements the port `Homes`. It dies with its holder.
 
