@@ -38,7 +38,7 @@ def throughput(timeline: dict[str, Any], ends: list[float]) -> str:
         axes.stairs(rates, edges / seconds, color=ACCENT, linewidth=1.4)
         for number, end in enumerate(ends):
             at = (end - timeline["began"]) / seconds
-            axes.axvline(at, color=BAD, linewidth=1, linestyle=(0, (3, 2)), label=None if number else "server restarted")
+            axes.axvline(at, color=BAD, linewidth=1, linestyle=(0, (3, 2)), label=None if number else "server voided")
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         axes.set_xlabel(f"{unit} since the job began")

@@ -162,7 +162,7 @@ def _states(document: dict[str, Any], drawn: DrawnStates | None) -> list[Html]:
         cards = [_norms(facts, drawn), _channels(facts, drawn)]
     draw = (
         f"{facts['read']:,} of {facts['asked']:,} samples asked for were read, drawn by chance with seed {facts['seed']} out "
-        f"of {document['job']['store']['visible']:,} committed ones: of each its first inner chunk and up to {CHUNKS - 1} others, "
+        f"of {document['job']['store']['visible']:,} committed ones, with its first inner chunk and up to {CHUNKS - 1} more: "
         f"{facts['rows']:,} tokens besides the first ones, {size(facts['bytes'])}. Every chunk's checksum was compared. "
         f"Reading them takes at most about {size(facts['memory_bound'])} of memory, however long the samples are."
     )
@@ -239,7 +239,6 @@ def _heat_maps(document: dict[str, Any]) -> list[Html]:
         )
     note = (
         "Norm of each token's state over the median of that state in the sample. The first token, an attention sink, is left "
-        "out of the median and of the scale, which ends where 98 % of the other tokens do; beyond it the colours are those of its "
-        "ends."
+        "out of the median and of the scale, which ends where 98 % of the other tokens do; what is beyond has its end's colour."
     )
     return [card("Samples, token by layer", tag("div", *content, class_="board"), note=note, full=True, name="heat-maps")]
