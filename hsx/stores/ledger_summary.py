@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 SLICES: Final = 240
 """At most so many slices of a timeline, and one more for what is left."""
+FEWEST_SLICES: Final = 24
+SAMPLES_PER_SLICE: Final = 8
+"""With fewer samples to a slice, its rate would be that of single samples' lengths: then slices are longer."""
 STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Seconds that a slice may be long; then whole days."""
 
@@ -120,22 +123,22 @@ class LedgerSummary(LedgerReader):
     def timeline(self) -> Timeline | None:
         """Commits over time; None where nothing is committed with a time."""
         span = (
-            "SELECT min(committed_at), max(committed_at), count(*) - count(committed_at) FROM samples WHERE state = 'committed'"
+            "SELECT min(committed_at), max(committed_at), count(committed_at), count(*) FROM samples WHERE state = 'committed'"
         )
         with translated(self._path):
-            first, last, undated = self._connection.execute(span).fetchone()
+            first, last, dated, committed = self._connection.execute(span).fetchone()
             if first is None:
                 return None
             (booted,) = self._connection.execute("SELECT min(began) FROM epochs").fetchone()
             began = first if booted is None else min(first, booted)
-            step = slice_seconds(last - began)
+            step = slice_seconds(last - began, dated)
             rows = self._connection.execute(
                 "SELECT CAST((committed_at - :began) / :step AS INTEGER), count(*), sum(tokens * (1 - shared)), "
                 "sum(nbytes * (1 - shared)) FROM samples WHERE state = 'committed' AND committed_at IS NOT NULL "
                 "GROUP BY 1 ORDER BY 1",
                 {"began": began, "step": step},
             ).fetchall()
-        return Timeline(began, last, step, tuple(Slice(*row) for row in rows), undated)
+        return Timeline(began, last, step, tuple(Slice(*row) for row in rows), committed - dated)
 
     def by_root(self) -> list[RootTally]:
         """What is committed on each root, by name."""
@@ -171,8 +174,8 @@ class LedgerSummary(LedgerReader):
             return dict(self._connection.execute("SELECT reason, count(*) FROM rejected GROUP BY reason ORDER BY reason"))
 
 
-def slice_seconds(span: float) -> float:
-    """The shortest step that cuts `span` seconds into at most `SLICES` slices."""
-    least = span / SLICES
+def slice_seconds(span: float, samples: int) -> float:
+    """The shortest step that cuts `span` seconds into at most `SLICES` slices, or fewer where there are few samples."""
+    least = span / min(SLICES, max(FEWEST_SLICES, samples // SAMPLES_PER_SLICE))
     days = -(-least // 86400)
     return float(next((step for step in STEPS if step >= least), days * 86400))
