@@ -160,7 +160,7 @@ class LedgerSummary(LedgerReader):
         )
         with translated(self._path):
             rows = self._connection.execute(query).fetchall()
-        return [Life(*row, bool(stream)) for *row, stream in rows]
+        return [Life(*fields) for fields in ([*row[:-1], bool(row[-1])] for row in rows)]
 
     def taken_back(self) -> list[TakenBack]:
         """Revocations, oldest first, without the indices of their samples."""
