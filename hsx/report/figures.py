@@ -100,9 +100,9 @@ def lengths(facts: dict[str, Any]) -> str:
 
 def norms(drawn: DrawnStates) -> str:
     """How norms are distributed, one ridge for each state, on a logarithmic axis."""
-    values = np.where(drawn.norms > 0, drawn.norms, np.nan)
+    values = np.where(drawn.norms > 0, drawn.norms, np.nan).astype(np.float64)
     firsts = [float(np.median(drawn.first[:, at])) if len(drawn.first) else np.nan for at in range(len(drawn.names))]
-    known = np.array([np.nanmin(values), np.nanmax(values), *(first for first in firsts if first > 0)])
+    known = np.array([np.nanmin(values), np.nanmax(values), *(first for first in firsts if first > 0)], np.float64)
     low, high = np.log10(known.min()) - 0.08, np.log10(known.max()) + 0.08
     edges = np.linspace(low, high, RIDGE_BINS + 1)
 

@@ -158,7 +158,7 @@ def _states(document: dict[str, Any], drawn: DrawnStates | None) -> list[Html]:
             card("Hidden states", note="The store cannot be read, so nothing is said of its states.", full=True, name="states")
         ]
     cards = []
-    if facts["layers"] and facts["rows"]:
+    if facts["layers"] and (drawn.norms > 0).any():
         cards = [_norms(facts, drawn), _channels(facts, drawn)]
     draw = (
         f"{facts['read']:,} of {facts['asked']:,} samples asked for were read, drawn by chance with seed {facts['seed']} out "

@@ -42,7 +42,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Norms of one sample: float32 [tokens, L]; `tokens` is its whole length."""
+    """Norms of one sample: float32 [tokens, L], 0 for one that is not finite; `tokens` is its whole length."""
 
     index: int
     tokens: int
@@ -130,11 +130,11 @@ class _Totals:
             sound = np.logical_and.reduce(np.isfinite(norms), axis=1)
             self._not_finite += int((~sound).sum())
             if start == 0 and sound[0]:
-                self._first.append(norms[:1].astype(np.float32))
+                self._first.append(norms[:1])
             if start == 0:
                 sound[0] = False
             kept = values[sound]
-            self._norms.append(norms[sound].astype(np.float32))
+            self._norms.append(norms[sound])
             for row in range(self._squares.shape[0]):  # state by state: float64 of one state at a time
                 column = kept[:, row].astype(np.float64)
                 self._squares[row] += np.einsum("th,th->h", column, column)
@@ -189,6 +189,7 @@ def _heat(store: Store, index: int) -> Heat:
     for start in range(0, shown, size):
         stop = min(start + size, shown)
         norms[start:stop] = norms_of(_floats(store.hidden_states_numpy(index, start, stop)))
+    norms[~np.isfinite(norms)] = 0.0
     return Heat(index, tokens, norms)
 
 
@@ -196,8 +197,12 @@ def _floats(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def norms_of(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Euclidean norm of each row: float64 [tokens, L] from float32 [tokens, L, H]; the squares of bf16 need float64."""
-    return np.stack(
-        [np.sqrt(np.square(values[:, row], dtype=np.float64).sum(axis=1)) for row in range(values.shape[1])], axis=1
-    )
+def norms_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Euclidean norm of each row: float32 [tokens, L] from float32 [tokens, L, H]; the squares of bf16 need float64.
+
+    Infinite where it is beyond float32, and NaN where a value is.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        squares = [np.square(values[:, row], dtype=np.float64).sum(axis=1) for row in range(values.shape[1])]
+        found: NDArray[np.float32] = np.sqrt(np.stack(squares, axis=1)).astype(np.float32)
+    return found
