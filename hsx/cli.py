@@ -193,6 +193,14 @@ def build_parser() -> argparse.ArgumentParser:
         "invariants", parents=[json, verbose], help="list what is proved of each state, what follows, and how often it fired"
     )
     invariants.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML); default: hsx's own defaults, no counts")
+    report = commands.add_parser(
+        "report", parents=[job, verbose], help="write one page on what was stored, to look at before training"
+    )
+    report.add_argument("-o", "--output", metavar="FILE", help="where to; default: JOB-NAME.report.html in this folder")
+    report.add_argument(
+        "--samples", type=_drawn, default=64, metavar="N", help="committed samples to draw and read states of (default: 64)"
+    )
+    report.add_argument("--seed", type=int, default=0, metavar="N", help="which samples are drawn (default: 0)")
     units = commands.add_parser(
         "install-units", parents=[job, json, verbose], help="write the systemd units of a job, and what they need"
     )
@@ -240,6 +248,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"is {text}; expected at least 1")
+    return value
+
+
+def _drawn(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 4096:
+        raise argparse.ArgumentTypeError(f"is {text}; expected 1 to 4096")
     return value
 
 

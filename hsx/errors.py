@@ -73,6 +73,7 @@ KINDS: Final[dict[str, str]] = {
     "interrupted": "the job was stopped before it was complete",
     "dependency_missing": "an optional package that this command needs is not installed",
     "serve_refused": "hsx serve was given server arguments under which capture would be wrong",
+    "report_unwritable": "the page of hsx report cannot be written where it should go",
     "units_unwritable": "a unit file, or what belongs to it, cannot be written",
     "usage": "a command was called with arguments that make no sense together",
 }

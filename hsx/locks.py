@@ -65,13 +65,30 @@ def locked(path: Path, what: str, kind: str = "ledger_failed") -> Iterator[None]
 
 
 def holder_of(path: Path) -> str:
-    """Who holds the lock file at `path` now, in words; "" where nobody on this machine does. Does not touch the lock."""
+    """Who holds the lock file at `path` now, in words; "" where nobody is seen to. Takes no lock, as `holder_pid` does."""
+    with _looked_at(path) as descriptor:
+        return _holder(descriptor) if descriptor >= 0 and _kernels_holder(descriptor) else ""
+
+
+def holder_pid(path: Path) -> int:
+    """The process that holds the lock file at `path`; 0 where none is seen to: nobody, or another host or pid namespace.
+
+    Takes no lock, so that it keeps nobody from starting.
+    """
+    with _looked_at(path) as descriptor:
+        return _kernels_holder(descriptor) if descriptor >= 0 else 0
+
+
+@contextmanager
+def _looked_at(path: Path) -> Iterator[int]:
+    """A descriptor to read a lock file by; -1 where it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return ""
+        yield -1
+        return
     try:
-        return _holder(descriptor) if _kernels_holder(descriptor) else ""
+        yield descriptor
     finally:
         os.close(descriptor)
 

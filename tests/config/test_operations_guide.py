@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from hsx.cli import build_parser
@@ -11,14 +12,15 @@ from hsx.config import Engine, Pipeline, Watchdog
 from hsx.config_schema import keys
 from hsx.core.invariants import INVARIANTS
 from hsx.core.policy import POLICY
-from hsx.errors import KINDS
+from hsx.errors import KINDS, HsxError
 from hsx.events import EVENTS
-from hsx.exit_codes import ExitCode
+from hsx.exit_codes import ExitCode, of_error
 from hsx.metrics import METRICS
 from hsx.status import StatusServer
 from hsx.telemetry import Telemetry
 
 DOCS = Path(__file__).parents[2] / "docs"
+HSX = DOCS.parent / "hsx"
 
 
 def page(name: str) -> str:
@@ -46,20 +48,107 @@ def test_every_name_is_in_its_page() -> None:
     assert [key for key in keys() if f"| `{key.partition('.')[2]}` |" not in page("job-file.md")] == []
 
 
-def test_the_guide_speaks_of_no_kind_metric_or_key_that_is_not_there() -> None:
+def rows_of(guide: str, heading: str) -> list[list[str]]:
+    """Cells of the table below a heading, without its head."""
+    section = guide.partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def test_every_error_kind_has_a_row_with_its_cause_and_what_to_do() -> None:
+    guide = page("operations.md")
+    ends = rows_of(guide, "Error kinds that end a command")
+    others = [row for whose in ("one sample", "a root", "a server") for row in rows_of(guide, f"Error kinds of {whose}")]
+    kinds = [row[0].strip("`") for row in [*ends, *others]]
+    assert sorted(kinds) == sorted(KINDS)
+    for kind, cause, *_, do in [*ends, *others]:
+        assert cause == KINDS[kind.strip("`")]
+        assert len(do) > 15, kind
+
+
+def test_every_kind_that_ends_a_command_has_its_exit_code() -> None:
+    never = (
+        (HSX / "units" / "hsx@.service").read_text(encoding="utf-8").partition("RestartPreventExitStatus=")[2].splitlines()[0]
+    )
+    for kind, _, code, again, _ in rows_of(page("operations.md"), "Error kinds that end a command"):
+        error = HsxError(kind.strip("`"), "message")
+        assert int(code) == of_error(error), kind
+        assert again == ("no" if code in [*never.split(), "75"] else "yes"), kind
+
+
+def test_the_guide_speaks_of_no_metric_or_key_that_is_not_there() -> None:
     guide = page("operations.md")
     assert set(re.findall(r"hsx_[a-z_]+(?=`|\{)", guide)) <= {spec.name for spec in METRICS} | set(KINDS)
-    stopped = guide.partition("## When it stopped")[2]
-    kinds = {
-        kind
-        for line in stopped.splitlines()
-        if line.startswith("| `")
-        for kind in re.findall(r"`([a-z_]+)`", line.split("|")[1])
-    }
-    assert kinds <= set(KINDS)
-    assert len(kinds) > 10
-    dotted = set(re.findall(r"`((?:pipeline|status|dataset|watchdog|engine|staging)\.[a-z_]+)", guide))
-    assert dotted <= {*keys(), *EVENTS}
+    sections = "pipeline|status|dataset|watchdog|engine|staging|storage|capture|job|model|log"
+    dotted = set(re.findall(rf"`((?:{sections})\.[a-z_]+)", guide))
+    files = {"job.toml", "status.schema", "capture.json", "job.lock"}
+    assert dotted - files <= {*keys(), *EVENTS}
+
+
+def blocks(text: str) -> tuple[str, list[tuple[str, list[str]]]]:
+    """The text outside of code blocks; and of each block its language and lines."""
+    outside, found, language = [], [], None
+    for line in text.splitlines():
+        if line.startswith("```") and language is None:
+            language = line[3:].strip()
+            found.append((language, list[str]()))
+        elif line.startswith("```"):
+            language = None
+        elif language is None:
+            outside.append(line)
+        else:
+            found[-1][1].append(line)
+    return "\n".join(outside), found
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The `hsx ...` lines of the blocks of shell commands, without comments, as a shell would split them."""
+    shell = [lines for language, lines in blocks(text)[1] if language in ("", "sh", "bash", "console")]
+    lines = [line for block in shell for line in "\n".join(block).replace("\\\n", " ").splitlines()]
+    parts = [part for line in lines for part in re.split(r"\s(?:&&|\|)\s|;", re.sub(r"(^|\s)#.*", "", line))]
+    return [shlex.split(part)[1:] for part in parts if re.match(r"\s*(\S*/)?hsx\s", part)]
+
+
+def inline_commands(text: str) -> list[list[str]]:
+    """The `hsx ...` commands within sentences that say with what they are called: those with a job."""
+    calls = (call.replace("\n", " ") for call in re.findall(r"`hsx ([^`]+)`", blocks(text)[0]))
+    return [shlex.split(call) for call in calls if re.search(r"job\.toml|\bJOB\b", call)]
+
+
+STANDS_FOR = {"SAMPLE": "17", "INDEX": "17", "INDEX...": "17", "N": "4", "E": "0.1", "FILE": "a", "MODEL": "m", "UUID": "u"}
+
+
+def as_called(words: list[str]) -> list[str]:
+    """Options in brackets as if they were given, placeholders as what may stand there; without what is the server's."""
+    words = [word.strip("[],") for word in words]
+    words = words[: words.index("--")] if "--" in words else words
+    return [STANDS_FOR.get(word, "1000" if word == "TOKENS_PER_S" else word) for word in words if word]
+
+
+def test_every_command_line_of_the_documents_is_one_that_hsx_takes() -> None:
+    pages = [DOCS.parent / "README.md", DOCS.parent / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+    parser, seen = build_parser(), 0
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        for words in [*command_lines(text), *inline_commands(text)]:
+            if words == ["--version"]:
+                continue
+            try:
+                parser.parse_args(as_called(words))
+            except SystemExit:
+                raise AssertionError(f"{path.name}: hsx {shlex.join(words)}") from None
+            seen += 1
+    assert seen > 60
+
+
+def test_each_command_of_the_table_is_one_that_hsx_takes() -> None:
+    table = page("operations.md").partition("\n## Commands\n")[2].partition("\n## ")[0]
+    commands = [
+        shlex.split(c) for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for c in re.findall(r"`hsx ([^`]+)`", row)
+    ]
+    assert len(commands) > 18
+    for words in commands:
+        build_parser().parse_args(as_called(words))
 
 
 def test_every_invariant_has_an_entry_that_says_what_fires_it_and_what_to_do() -> None:
