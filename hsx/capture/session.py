@@ -156,6 +156,10 @@ class Session:
             self._staging.tally(self._foreign, self._chunks, spent_ns)
             self._foreign = self._chunks = 0
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Does some file I/O on the writer thread, behind what was handed over so far; what it raises is logged there."""
+        self._staging.later(work)
+
     def close(self) -> None:
         """The process ends: what is queued is written, for a bounded time."""
         self._staging.close()

@@ -17,14 +17,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 
 from hsx.capture.assembly import MAX_SETTLED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -115,6 +115,14 @@ class _Tally:
     foreign: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    do: Callable[[], None]
+
+
+_Item: TypeAlias = Part | _Whole | _Dropped | _Failed | _Tally | _Work
+
+
 class Staging:
     """The pool, its queue, and the writer thread, which starts at once and ends with `close` or with the process.
 
@@ -133,7 +141,7 @@ class Staging:
         self._counter = counter
         self._unrounded = unrounded
         self._changed = threading.Condition()
-        self._queue: deque[Part | _Whole | _Dropped | _Failed | _Tally] = deque()
+        self._queue: deque[_Item] = deque()
         self._busy = self._closing = self._closed = False
         self._begun: dict[Marker, Go] = {}
         self._given_up: OrderedDict[Marker, None] = OrderedDict()
@@ -184,7 +192,11 @@ class Staging:
         self._spent_ns += spent_ns
         self._put(_Tally(foreign))
 
-    def _put(self, item: _Whole | _Dropped | _Failed | _Tally) -> None:
+    def later(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the writer thread, in its turn; what it raises is logged."""
+        self._put(_Work(work))
+
+    def _put(self, item: _Whole | _Dropped | _Failed | _Tally | _Work) -> None:
         with self._changed:
             self._queue.append(item)
             self._changed.notify()
@@ -236,7 +248,7 @@ class Staging:
     def _void(self, go: Go) -> None:
         """Under the lock."""
         go.void = True
-        kept: list[Part | _Whole | _Dropped | _Failed | _Tally] = []
+        kept: list[_Item] = []
         for item in self._queue:
             if isinstance(item, Part) and item.go is go:
                 self._release(item.slab)
@@ -269,7 +281,7 @@ class Staging:
                     self._release(item.slab)
             self._save_if_due(item)
 
-    def _next(self) -> Part | _Whole | _Dropped | _Failed | _Tally | None:
+    def _next(self) -> _Item | None:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -280,7 +292,7 @@ class Staging:
             self._busy = True
             return self._queue.popleft()
 
-    def _save_if_due(self, item: Part | _Whole | _Dropped | _Failed | _Tally) -> None:
+    def _save_if_due(self, item: _Item) -> None:
         """Once a forward, and whenever nothing is left to do: then it tells that nothing is staged."""
         if isinstance(item, _Tally) or not self._queue:
             pool = self.pool
@@ -293,7 +305,7 @@ class Staging:
             )
             self._counter.save()
 
-    def _do(self, item: Part | _Whole | _Dropped | _Failed | _Tally) -> None:
+    def _do(self, item: _Item) -> None:
         if isinstance(item, Part):
             self._write(item)
         elif isinstance(item, _Whole):
@@ -305,6 +317,8 @@ class Staging:
             if item.marker not in self._given_up:
                 log.info("capture.dropped marker=%s", item.marker)
                 self._counter.add(incomplete=1)
+        elif isinstance(item, _Work):
+            item.do()
         else:
             self._counter.add(foreign=item.foreign)
 
