@@ -180,9 +180,8 @@ class EngineContract:
         await asyncio.gather(*(client.prefill(marker, ids, PATIENCE_S) for marker, ids in prompts))
         headers = [await served.check(marker, ids) for marker, ids in prompts]
         assert len({(header.rank, header.sequence) for header in headers}) == len(headers)
-        assert {header.rank for header in headers} == set(
-            range(served.report.dp_size)
-        )  # who names none goes wherever there is room
+        # Who names no rank goes wherever there is room.
+        assert {header.rank for header in headers} == set(range(served.report.dp_size))
 
     async def test_sequence_rises(self, served: Served, client: SGLangClient) -> None:
         """A prompt goes to the data-parallel rank that it names, and each rank gives sequences one after the other."""
@@ -216,8 +215,10 @@ class EngineContract:
             sequence = (await served.check(marker, ids)).sequence
             async with asyncio.timeout(PATIENCE_S):
                 # It is saved after the dump that it counts.
-                while (state := state_from_json((folder / state_name(rank)).read_text())).sequence < sequence:
+                state = state_from_json((folder / state_name(rank)).read_text())
+                while state.sequence < sequence:
                     await asyncio.sleep(0.01)
+                    state = state_from_json((folder / state_name(rank)).read_text())
             assert (state.rank, state.sequence, state.published) == (rank, sequence, sequence)
 
     async def test_empty_is_refused(self, served: Served, client: SGLangClient) -> None:

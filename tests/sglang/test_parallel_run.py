@@ -1,4 +1,4 @@
-"""`hsx run` on a real server with two data-parallel ranks: it completes, both ranks' samples are in the store, and verify agrees."""
+"""`hsx run` on a real server with two data-parallel ranks: the store has samples of both, and verify agrees."""
 
 from __future__ import annotations
 
