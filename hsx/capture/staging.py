@@ -153,12 +153,17 @@ class Staging:
     # --- the model's thread
 
     def hand_over(self, slab: Slab, parts: Sequence[Part]) -> None:
-        """A slab that `Pool.take` gave, with what was copied into it; parts of a void go are left out."""
+        """A slab that `Pool.take` gave, with what was copied into it; parts of a void go are left out.
+
+        The writer is left asleep until the forward is over (`tally`): it would take turns with the model's thread at the GIL.
+        Only where slabs get scarce it begins at once: whoever waits for one has handed over the last of them here.
+        """
         with self._changed:
             live = [part for part in parts if not part.go.void]
             slab.users = len(live)
             self._queue.extend(live)
-            self._changed.notify()
+            if 2 * self.pool.staged_bytes >= self.pool.limit_bytes:
+                self._changed.notify()
         if not live:
             self.pool.give_back(slab)
 
@@ -168,8 +173,9 @@ class Staging:
             self._void(go)
 
     def whole(self, go: Go) -> None:
-        """All its tokens were handed over: publish it."""
-        self._put(_Whole(go))
+        """All its tokens were handed over: publish it, once the forward is over (`tally`)."""
+        with self._changed:
+            self._queue.append(_Whole(go))
 
     def drop(self, marker: Marker) -> None:
         """The marker was given up; its partial file goes."""
@@ -180,7 +186,7 @@ class Staging:
         self._put(_Failed(marker, reason, errno, error))
 
     def tally(self, foreign: int, chunks: int, spent_ns: int) -> None:
-        """A prefill forward is over.
+        """A prefill forward is over; the writer begins with what was handed over in it.
 
         Args:
             foreign: requests that began with it and whose rid is no marker.
@@ -207,6 +213,7 @@ class Staging:
         """Waits until everything handed over so far is done and the state file says so; False where it is not by then."""
         until = time.monotonic() + timeout_s
         with self._changed:
+            self._changed.notify_all()
             while self._queue or self._busy:
                 left = until - time.monotonic()
                 if left <= 0 or self._closed:
