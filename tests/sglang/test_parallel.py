@@ -21,7 +21,7 @@ import pytest
 
 from hsx.core.epoch import lock_name, report_from_json, report_name, state_from_json, state_name
 from hsx.core.marker import Marker
-from hsx.testing.capture_server import CaptureServer
+from hsx.testing.capture_server import RANKS_VARIABLES, CaptureServer
 from hsx.testing.cut_requests import How, cut_short
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TP, DP = ("--tp-size", "2"), ("--dp-size", "2")
 DP_ATTENTION = (*TP, *DP, "--enable-dp-attention")
-VARIABLES = {"HSX_TEST_MLA_ON_CPU": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-"""Both processes on one core: SGLang wants to know where each runs, and this is there on every machine."""
+VARIABLES = {"HSX_TEST_MLA_ON_CPU": "1", **RANKS_VARIABLES}
 DISTURBING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
 """Every third forward retracts a request that decodes; and lost clients are looked for every second, not every four."""
 VICTIM = np.random.default_rng(29).integers(5, 1000, 3100).astype(np.int32)

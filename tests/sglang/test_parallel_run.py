@@ -9,6 +9,7 @@ import pytest
 
 from hsx.core.epoch import epoch_of, stream_name
 from hsx.exit_codes import ExitCode
+from hsx.testing.capture_server import RANKS_VARIABLES
 from hsx.testing.commands import hsx_done
 from hsx.testing.huggingface import HuggingFace
 from hsx.testing.sglang_job import PATIENCE_S, make_sglang_job, random_prompts, spawned
@@ -27,6 +28,7 @@ SAMPLES = 16
 def test_a_job_on_two_ranks(tmp_path: Path, sglang_python: Path, tiny_model: Callable[[Kind], Path]) -> None:
     model = tiny_model("llama")
     engine, prompts = spawned(sglang_python, "--dp-size", "2"), random_prompts(SAMPLES, 1, 400)
+    engine["env"] |= RANKS_VARIABLES
     job = make_sglang_job(tmp_path / "job", model, tmp_path / "dumps", engine, prompts)
     ran = hsx_done(job.path, "run", "--json", patience_s=PATIENCE_S)
     assert ran.process.returncode == ExitCode.DONE, ran.log.read_text()[-4000:]
