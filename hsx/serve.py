@@ -74,6 +74,9 @@ _MUST_BE: Final[tuple[tuple[tuple[str, ...], str, str], ...]] = (
 )
 
 
+_DATA_PARALLEL: Final = (("--dp-size", "--data-parallel-size"), ("--attn-dp-size", "--attention-data-parallel-size"))
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """What is found in the server's environment.
@@ -126,7 +129,7 @@ def plan_launch(config: Config, args: Sequence[str], found: Environment) -> Laun
     problems = _model_problems(config, given)
     reference = config.engine.kind == "reference"
     if not reference:
-        problems += _environment_problems(found) + _capture_problems(given)
+        problems += _environment_problems(found) + _capture_problems(given) + _node_problems(given)
     port_text = _last(given, ("--port",)) or str(config.engine.port)
     if not port_text.isdecimal() or not 1 <= int(port_text) <= 65535:
         problems.append(f"--port is {port_text!r}; expected 1 to 65535")
@@ -314,6 +317,19 @@ def _capture_problems(given: list[tuple[str, str | None]]) -> list[str]:
         if len(name) > len("--") and full.startswith(name)
     ]
     return problems
+
+
+def _node_problems(given: list[tuple[str, str | None]]) -> list[str]:
+    """Over nodes there may be tensor parallelism alone: its only writer is on the first node, where hsx is."""
+    nodes = _last(given, ("--nnodes",)) or "1"
+    if nodes == "1":
+        return []
+    return [
+        f"{names[0]} is {value} and --nnodes {nodes}; expected 1: the ranks of other nodes would write their dumps there, "
+        "where hsx does not see them; start one server and one job on each node"
+        for names in _DATA_PARALLEL
+        if (value := _last(given, names) or "1") != "1"
+    ]
 
 
 def _sglang_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -88,9 +88,9 @@ to hear, reads back what it then holds, and compares the states of the first for
 LIMITS: Final = """\
 ## Limits
 
-- **h_0, `pre_norm`, and the method `norms`** are taken at module calls. Under prefill graphs, or where all-reduce and
-  norm are one kernel, these do not happen: the dumps fail, and the reason names the norm. Layers that the model hands
-  out are not affected.
+- **h_0, `pre_norm`, and the method `norms`** are taken at module calls. Under prefill graphs these do not happen: such a
+  server is refused when it starts, and told `--disable-prefill-cuda-graph`. Where all-reduce and norm are one kernel the
+  dumps fail, and the reason names the norm. Layers that the model hands out are not affected.
 - **h_0 of an id whose embedding is all zero** fails `nonzero_rows`.
 - **Qwen3-MoE** cannot be judged on a CPU without AMX: its states are wrong there, without an error (seen: NaN). The
   router's `fused_topk` has no form for such a CPU. Mixtral and others with plain softmax routing take the same way. Their
@@ -98,7 +98,7 @@ LIMITS: Final = """\
 - **A residual stream in float16 or float32** is rounded to bf16 (`capture.convert`, on by default; off, such a server
   is refused). Any other dtype is refused.
 - **Refused**: pipeline parallelism, speculative decoding, prefix caches, prefill context parallelism, disaggregation,
-  requests with images or sound."""
+  data-parallel ranks over several nodes, requests with images or sound."""
 
 
 def page(folder: Path) -> str:

@@ -6,8 +6,8 @@ each prompt's last token only after this point. The logits processor alone would
 given a static batch without request ids.
 
 Both run in the scheduler's own thread, one forward at a time, also under the overlap scheduler; so the batch under way is
-one attribute. A forward's dumps are published by the staging's writer thread, soon after `forward` returns: before the request
-is answered, as a rule, but nobody may rely on that.
+one attribute. A forward's dumps are published by the staging's writer thread, soon after `forward` returns: before or after the
+request is answered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -25,6 +26,7 @@ import torch
 from hsx.capture import unrounded
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
+from hsx.capture.graphs import refuse_graphs
 from hsx.capture.model import CaptureRefusedError, choose_layers, divides_final, find_norm, head_multiplier
 from hsx.capture.pool import Pool
 from hsx.capture.ranks import find_place
@@ -67,6 +69,8 @@ class _ForwardBatch(Protocol):
 class _ServerArgs(Protocol):
     pp_size: int
     dp_size: int
+    nnodes: int
+    node_rank: int
 
 
 class _ModelConfig(Protocol):
@@ -173,7 +177,7 @@ class Hooks:
             problem = taps.problem(aux_hidden_states, hidden_states, batch.plan.rows) if taps.proving else None
             if problem is not None:
                 self._condemned = True
-                write_refusal(self._folder, problem, self._rank)
+                session.later(partial(write_refusal, self._folder, problem, self._rank))
                 raise CaptureRefusedError(problem)
             parts, final = taps.states(aux_hidden_states, hidden_states)
             session.tensors(batch, parts, final)
@@ -231,8 +235,10 @@ class Hooks:
             raise CaptureRefusedError(
                 f"{type(layers.body).__name__} has no final norm by a usual name; h_N cannot be taken there"
             )
+        taps = Taps(spec, layers, norm, from_norm=from_norm, convert=record.convert)
         if not place.writes:
             return
+        refuse_graphs(runner, taps.at_modules)
         # Before the report: whoever sees that finds the state beside it, and a second server reports nothing.
         counter = Counter(self._folder, record.epoch, place.dp_rank)
         hidden_size = int(config.hidden_size)
@@ -273,7 +279,7 @@ class Hooks:
             dtype=dtype,
         )
         write_report(self._folder, report, weight)
-        self._taps = Taps(spec, layers, norm, from_norm=from_norm, convert=record.convert)
+        self._taps = taps
         self._session = session
         log.info(
             "capture.installed epoch=%s layers=%s method=%s final=%s folder=%s",

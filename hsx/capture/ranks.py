@@ -12,6 +12,11 @@ Where a version keeps these numbers has changed:
 
 A number that is in none of these places is a reason to refuse: two processes that both take themselves for rank 0 would write
 into each other's dumps.
+
+A writer writes on its own node, and hsx reads on the one that has the HTTP port, which is the first (`node_rank` 0). So a
+server over several nodes is captured where its only writer is on that node: tensor parallelism alone. DP attention over nodes
+(SGLang has replicas on one node only, `check_server_args` in `arg_groups/validation_hook.py`) has writers elsewhere, and is
+refused.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from hsx.core.epoch import MAX_RANKS
 
 class _ServerArgs(Protocol):
     dp_size: int
+    nnodes: int
+    node_rank: int
 
 
 class _ModelRunner(Protocol):
@@ -57,7 +64,7 @@ class Place:
 def find_place(runner: _ModelRunner) -> Place:
     """Where this process stands; after SGLang has set its groups up, as it has when a model is loaded.
 
-    Raises CaptureRefusedError where this SGLang does not say.
+    Raises CaptureRefusedError where this SGLang does not say, or where dumps would be written on another node than the first.
     """
     from sglang.srt.distributed.parallel_state import (
         get_attn_tensor_model_parallel_rank,
@@ -70,12 +77,26 @@ def find_place(runner: _ModelRunner) -> Place:
         rank = _replica(runner) if width > 1 else 0
     if not 1 <= width <= MAX_RANKS or not 0 <= rank < width:
         raise CaptureRefusedError(f"this process is DP rank {rank} of {width}; expected at most {MAX_RANKS}, counted from 0")
-    return Place(
+    place = Place(
         tp_size=int(get_attn_tensor_model_parallel_world_size()),
         tp_rank=int(get_attn_tensor_model_parallel_rank()),
         dp_size=width,
         dp_rank=rank,
     )
+    _refuse_other_nodes(place, int(runner.server_args.nnodes), int(runner.server_args.node_rank))
+    return place
+
+
+def _refuse_other_nodes(place: Place, nodes: int, node: int) -> None:
+    if nodes > 1 and place.dp_size > 1:
+        raise CaptureRefusedError(
+            f"the server has {place.dp_size} data-parallel ranks on {nodes} nodes; those of other nodes would write their "
+            "dumps there, where hsx does not see them: expected tensor parallelism alone, or one server and job on each node"
+        )
+    if nodes > 1 and place.writes and node != 0:
+        raise CaptureRefusedError(
+            f"the process that would write the dumps runs on node {node} of {nodes}; expected node 0, where hsx is"
+        )
 
 
 def _attention() -> tuple[int, int]:

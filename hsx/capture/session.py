@@ -90,7 +90,7 @@ class Session:
             extend_lens: tokens of each in this forward.
             input_ids: ids of the batch on any device, perhaps padded; None where the server has none.
         """
-        with self.contained([marker for rid in rids if (marker := parse(rid))]):
+        with self.contained(marker for rid in rids if (marker := parse(rid))):
             plan = self._assembly.forward(rids, prefix_lens, extend_lens)
             self._foreign += plan.foreign
             for marker in plan.gone:
@@ -155,6 +155,10 @@ class Session:
         with self.contained([]):
             self._staging.tally(self._foreign, self._chunks, spent_ns)
             self._foreign = self._chunks = 0
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Does some file I/O on the writer thread, behind what was handed over so far; what it raises is logged there."""
+        self._staging.later(work)
 
     def close(self) -> None:
         """The process ends: what is queued is written, for a bounded time."""
@@ -270,7 +274,7 @@ class _Boundary:
 
     def __init__(self, fail: Callable[[Marker, str, int, BaseException], None], markers: Iterable[Marker]) -> None:
         self._fail = fail
-        self._markers = list(markers)
+        self._markers = markers  # looked at in case of need only: this is entered several times in each forward
 
     def __enter__(self) -> None:
         return None
@@ -278,8 +282,9 @@ class _Boundary:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not isinstance(error, Exception):
             return False
-        if not self._markers:
+        markers = list(self._markers)
+        if not markers:
             log.error("capture.failed", exc_info=error)
-        for marker in self._markers:
+        for marker in markers:
             self._fail(marker, f"{type(error).__name__}: {error}", getattr(error, "errno", None) or 0, error)
         return True

@@ -17,14 +17,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 
 from hsx.capture.assembly import MAX_SETTLED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -115,6 +115,14 @@ class _Tally:
     foreign: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    do: Callable[[], None]
+
+
+_Item: TypeAlias = Part | _Whole | _Dropped | _Failed | _Tally | _Work
+
+
 class Staging:
     """The pool, its queue, and the writer thread, which starts at once and ends with `close` or with the process.
 
@@ -133,7 +141,7 @@ class Staging:
         self._counter = counter
         self._unrounded = unrounded
         self._changed = threading.Condition()
-        self._queue: deque[Part | _Whole | _Dropped | _Failed | _Tally] = deque()
+        self._queue: deque[_Item] = deque()
         self._busy = self._closing = self._closed = False
         self._begun: dict[Marker, Go] = {}
         self._given_up: OrderedDict[Marker, None] = OrderedDict()
@@ -145,12 +153,17 @@ class Staging:
     # --- the model's thread
 
     def hand_over(self, slab: Slab, parts: Sequence[Part]) -> None:
-        """A slab that `Pool.take` gave, with what was copied into it; parts of a void go are left out."""
+        """A slab that `Pool.take` gave, with what was copied into it; parts of a void go are left out.
+
+        The writer is left asleep until the forward is over (`tally`): it would take turns with the model's thread at the GIL.
+        Only where slabs get scarce it begins at once: whoever waits for one has handed over the last of them here.
+        """
         with self._changed:
             live = [part for part in parts if not part.go.void]
             slab.users = len(live)
             self._queue.extend(live)
-            self._changed.notify()
+            if 2 * self.pool.staged_bytes >= self.pool.limit_bytes:
+                self._changed.notify()
         if not live:
             self.pool.give_back(slab)
 
@@ -160,8 +173,9 @@ class Staging:
             self._void(go)
 
     def whole(self, go: Go) -> None:
-        """All its tokens were handed over: publish it."""
-        self._put(_Whole(go))
+        """All its tokens were handed over: publish it, once the forward is over (`tally`)."""
+        with self._changed:
+            self._queue.append(_Whole(go))
 
     def drop(self, marker: Marker) -> None:
         """The marker was given up; its partial file goes."""
@@ -172,7 +186,7 @@ class Staging:
         self._put(_Failed(marker, reason, errno, error))
 
     def tally(self, foreign: int, chunks: int, spent_ns: int) -> None:
-        """A prefill forward is over.
+        """A prefill forward is over; the writer begins with what was handed over in it.
 
         Args:
             foreign: requests that began with it and whose rid is no marker.
@@ -184,7 +198,11 @@ class Staging:
         self._spent_ns += spent_ns
         self._put(_Tally(foreign))
 
-    def _put(self, item: _Whole | _Dropped | _Failed | _Tally) -> None:
+    def later(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the writer thread, in its turn; what it raises is logged."""
+        self._put(_Work(work))
+
+    def _put(self, item: _Whole | _Dropped | _Failed | _Tally | _Work) -> None:
         with self._changed:
             self._queue.append(item)
             self._changed.notify()
@@ -195,6 +213,7 @@ class Staging:
         """Waits until everything handed over so far is done and the state file says so; False where it is not by then."""
         until = time.monotonic() + timeout_s
         with self._changed:
+            self._changed.notify_all()
             while self._queue or self._busy:
                 left = until - time.monotonic()
                 if left <= 0 or self._closed:
@@ -236,7 +255,7 @@ class Staging:
     def _void(self, go: Go) -> None:
         """Under the lock."""
         go.void = True
-        kept: list[Part | _Whole | _Dropped | _Failed | _Tally] = []
+        kept: list[_Item] = []
         for item in self._queue:
             if isinstance(item, Part) and item.go is go:
                 self._release(item.slab)
@@ -269,7 +288,7 @@ class Staging:
                     self._release(item.slab)
             self._save_if_due(item)
 
-    def _next(self) -> Part | _Whole | _Dropped | _Failed | _Tally | None:
+    def _next(self) -> _Item | None:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -280,7 +299,7 @@ class Staging:
             self._busy = True
             return self._queue.popleft()
 
-    def _save_if_due(self, item: Part | _Whole | _Dropped | _Failed | _Tally) -> None:
+    def _save_if_due(self, item: _Item) -> None:
         """Once a forward, and whenever nothing is left to do: then it tells that nothing is staged."""
         if isinstance(item, _Tally) or not self._queue:
             pool = self.pool
@@ -293,7 +312,7 @@ class Staging:
             )
             self._counter.save()
 
-    def _do(self, item: Part | _Whole | _Dropped | _Failed | _Tally) -> None:
+    def _do(self, item: _Item) -> None:
         if isinstance(item, Part):
             self._write(item)
         elif isinstance(item, _Whole):
@@ -305,6 +324,8 @@ class Staging:
             if item.marker not in self._given_up:
                 log.info("capture.dropped marker=%s", item.marker)
                 self._counter.add(incomplete=1)
+        elif isinstance(item, _Work):
+            item.do()
         else:
             self._counter.add(foreign=item.foreign)
 

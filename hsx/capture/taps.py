@@ -79,6 +79,11 @@ class Taps:
         self._proving = True
 
     @property
+    def at_modules(self) -> tuple[str, ...]:
+        """States that are taken at a module's own call, by name."""
+        return (*(f"h_{k}" for k in self._layers.taken), *((self._spec.final,) if self._takes_final else ()))
+
+    @property
     def proving(self) -> bool:
         """Whether the proof is still to come."""
         return self._proving

@@ -53,7 +53,7 @@ TARGETS: Final = (
     Target(
         "ModelRunner.load_model",
         "sglang.srt.server_args.ServerArgs",
-        attributes=("pp_size", "dp_size", "tp_size"),
+        attributes=("pp_size", "dp_size", "tp_size", "nnodes", "node_rank"),
         fields_in="sglang.srt.arg_groups.fields",  # since 0.5.20
     ),
     Target(

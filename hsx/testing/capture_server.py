@@ -43,6 +43,8 @@ CPU_ARGUMENTS: Final = (
     "--sleep-on-idle",  # an idle scheduler polls with a whole core otherwise
 )
 CPU_VARIABLES: Final = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+RANKS_VARIABLES: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+"""For two processes that run the model, both on one core: SGLang wants to know where each runs."""
 START_S: Final = 600.0
 """Longest start allowed: 20 to 50 seconds on two idle cores, several minutes on busy ones."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hsx.core.dump import PART_SUFFIX, SUFFIX, DumpHeader, decode_header
-from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json
+from hsx.core.epoch import REPORT_NAME, CaptureReport, report_from_json, report_name, state_from_json, state_name
 from hsx.core.marker import Marker
 from hsx.errors import SampleError
 from hsx.testing.reference_model import ReferenceModel, reference_states
@@ -178,17 +178,48 @@ class EngineContract:
         lengths = [1, 2, 5, served.chunk - 1, served.chunk, served.chunk + 1, 2 * served.chunk + 9, 30, 30, 31, 64, 3]
         prompts = [served.prompt(tokens, seed=index % 4) for index, tokens in enumerate(lengths)]
         await asyncio.gather(*(client.prefill(marker, ids, PATIENCE_S) for marker, ids in prompts))
-        sequences = [(await served.check(marker, ids)).sequence for marker, ids in prompts]
-        assert len(set(sequences)) == len(sequences)
+        headers = [await served.check(marker, ids) for marker, ids in prompts]
+        assert len({(header.rank, header.sequence) for header in headers}) == len(headers)
+        # Who names no rank goes wherever there is room.
+        assert {header.rank for header in headers} == set(range(served.report.dp_size))
 
     async def test_sequence_rises(self, served: Served, client: SGLangClient) -> None:
-        """One prompt after the other gives sequences one after the other."""
-        sequences = []
+        """A prompt goes to the data-parallel rank that it names, and each rank gives sequences one after the other."""
+        ranks = (await client.facts()).dp_size
+        assert ranks == served.report.dp_size
+        given: dict[int, list[int]] = {}
         for _ in range(3):
+            for rank in range(ranks):
+                marker, ids = served.prompt(4)
+                await client.prefill(marker, ids, PATIENCE_S, rank)
+                header = await served.check(marker, ids)
+                assert header.rank == rank
+                given.setdefault(rank, []).append(header.sequence)
+        assert all(numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2] for numbers in given.values())
+
+    async def test_rank_that_is_not_there_is_refused(self, served: Served, client: SGLangClient) -> None:
+        """A prompt for a rank beyond the last one is prefilled by nobody."""
+        ranks = served.report.dp_size
+        with pytest.raises(SampleError, match=rf"routed_dp_rank={ranks} out of range \[0, {ranks}\)") as caught:
+            await client.prefill(*served.prompt(4), PATIENCE_S, ranks)
+        assert caught.value.kind == "request_refused"
+
+    async def test_each_rank_counts_its_own(self, served: Served, client: SGLangClient) -> None:
+        """Each data-parallel rank has a report and a state file of its own, alike but for its number."""
+        folder, ranks = served.server.folder, served.report.dp_size
+        reports = [report_from_json((folder / report_name(rank)).read_text()) for rank in range(ranks)]
+        assert [report.rank for report in reports] == list(range(ranks))
+        for rank in range(ranks):
             marker, ids = served.prompt(4)
-            await client.prefill(marker, ids, PATIENCE_S)
-            sequences.append((await served.check(marker, ids)).sequence)
-        assert sequences == [sequences[0], sequences[0] + 1, sequences[0] + 2]
+            await client.prefill(marker, ids, PATIENCE_S, rank)
+            sequence = (await served.check(marker, ids)).sequence
+            async with asyncio.timeout(PATIENCE_S):
+                # It is saved after the dump that it counts.
+                state = state_from_json((folder / state_name(rank)).read_text())
+                while state.sequence < sequence:
+                    await asyncio.sleep(0.01)
+                    state = state_from_json((folder / state_name(rank)).read_text())
+            assert (state.rank, state.sequence, state.published) == (rank, sequence, sequence)
 
     async def test_empty_is_refused(self, served: Served, client: SGLangClient) -> None:
         """No ids, no prefill."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -32,17 +33,28 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(8))
 
+    def forward(self, x):
+        return x * self.weight
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm = RMSNorm()
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
         self.norm = RMSNorm()
     def set_dflash_layers_to_capture(self, layers):
         self.layers_to_capture = [k + 1 for k in layers]
 
-def runner():
-    server = Thing(pp_size=1, dp_size=1)
+MODEL = Model()
+
+def runner(**changes):
+    server = Thing(**{"pp_size": 1, "dp_size": 1, "nnodes": 1, "node_rank": 0, **changes})
     config = Thing(num_hidden_layers=4, hidden_size=8, vocab_size=100, dtype=torch.bfloat16)
-    return Thing(is_draft_worker=False, server_args=server, model_config=config, model=Model())
+    return Thing(is_draft_worker=False, server_args=server, model_config=config, model=MODEL)
 
 def forward(hooks, rids, lengths, mode="EXTEND", mm_inputs=None, input_embeds=None):
     ids = torch.arange(sum(lengths))
@@ -61,6 +73,11 @@ first.after_load_model(None, runner())
 """
 
 
+GRAPHS = """
+BACKEND = "disabled"
+def check_cuda_graph_backend(phase, backend):
+    return (phase, backend) == ("prefill", BACKEND)
+"""
 PARALLEL_STATE = "get_attn_tensor_model_parallel_rank = lambda: 0\nget_attn_tensor_model_parallel_world_size = lambda: 1\n"
 RUNTIME_CONTEXT = """
 class get_parallel:
@@ -80,11 +97,16 @@ def folder(tmp_path: Path) -> Path:
 def run(tmp_path: Path, folder: Path, program: str) -> str:
     """Runs `PROGRAM` and then `program`; returns what it logged."""
     package = tmp_path / "packages" / "sglang"
-    (package / "srt" / "distributed").mkdir(parents=True)
-    (package / "__init__.py").write_text('__version__ = "0"\n')
-    (package / "srt" / "distributed" / "parallel_state.py").write_text(PARALLEL_STATE)
-    (package / "srt" / "runtime_context.py").write_text(RUNTIME_CONTEXT)
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    for name, source in {
+        "__init__.py": '__version__ = "0"\n',
+        "srt/distributed/parallel_state.py": PARALLEL_STATE,
+        "srt/model_executor/cuda_graph_config.py": GRAPHS,
+        "srt/runtime_context.py": RUNTIME_CONTEXT,
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+    path = os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", PROGRAM + textwrap.dedent(program), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -156,3 +178,97 @@ def test_requests_with_other_inputs_than_text_are_refused_by_name(tmp_path: Path
         "hsx1-0a0b0c0d-3-1-4.error": "the batch has input embeddings in the place of token ids; expected ids",
     }
     assert [path.name for path in folder.glob("*.safetensors")] == ["hsx1-0a0b0c0d-2-1-3.safetensors"]
+
+
+INSTALL = """
+import dataclasses
+import sglang.srt.runtime_context as context
+
+said = {}
+def install(name, layers=(1,), final="post_norm", **changes):
+    fresh = folder.parent / name
+    fresh.mkdir()
+    Hooks(dataclasses.replace(record, layers=layers, final=final), fresh).after_load_model(None, runner(**changes))
+    said[name] = (fresh / "capture.error").read_text() if not (fresh / "capture.json").exists() else ""
+"""
+
+
+def test_states_taken_at_modules_are_refused_under_prefill_graphs(tmp_path: Path, folder: Path) -> None:
+    program = """
+    import json
+    import sglang.srt.model_executor.cuda_graph_config as graphs
+    for backend in ("disabled", "breakable", "full", "tc_piecewise", "another"):
+        graphs.BACKEND = backend
+        install(f"{backend} handed out")
+        install(f"{backend} pre_norm", final="pre_norm")
+        install(f"{backend} h_0", layers=(0, 1))
+    sys.modules[graphs.__name__] = None  # as in 0.5.13
+    install("old graphs", final="pre_norm", disable_piecewise_cuda_graph=False)
+    install("old none", final="pre_norm", disable_piecewise_cuda_graph=True)
+    install("old unknown", final="pre_norm")
+    install("old handed out")
+    (folder / "said").write_text(json.dumps(said))
+    """
+    run(tmp_path, folder, INSTALL + textwrap.dedent(program))
+    said = json.loads((folder / "said").read_text())
+    assert {name for name, reason in said.items() if not reason} == {
+        *(f"{backend} handed out" for backend in ("disabled", "breakable", "full", "tc_piecewise", "another", "old")),
+        *("disabled pre_norm", "disabled h_0", "old none"),
+    }
+    for state, backend in itertools.product(("pre_norm", "h_0"), ("breakable", "full", "tc_piecewise")):
+        assert said[f"{backend} {state}"] == (
+            f"{state} can only be taken where the model's norms run as modules, and this server's prefills are replayed from "
+            f"graphs (backend '{backend}'): start it with --disable-prefill-cuda-graph (--disable-piecewise-cuda-graph before "
+            "SGLang 0.5.14)\n"
+        )
+    assert "backend 'tc_piecewise'" in said["old graphs"]
+    assert {"may be replayed from graphs (it does not say)" in said[name] for name in ("another pre_norm", "old unknown")} == {
+        True
+    }
+
+
+def test_over_nodes_the_only_writer_is_on_the_first(tmp_path: Path, folder: Path) -> None:
+    program = """
+    import json
+    install("first", nnodes=2)
+    install("second", nnodes=2, node_rank=1)
+    context.get_parallel.attn_dp_size, context.get_parallel.attn_dp_rank = 2, 1
+    install("ranks", nnodes=2, node_rank=1)
+    (folder / "said").write_text(json.dumps(said))
+    """
+    run(tmp_path, folder, INSTALL + textwrap.dedent(program))
+    said = json.loads((folder / "said").read_text())
+    assert said["first"] == ""
+    assert said["second"] == "the process that would write the dumps runs on node 1 of 2; expected node 0, where hsx is\n"
+    assert said["ranks"] == (
+        "the server has 2 data-parallel ranks on 2 nodes; those of other nodes would write their dumps there, where hsx does "
+        "not see them: expected tensor parallelism alone, or one server and job on each node\n"
+    )
+
+
+def test_a_model_that_hands_out_something_else_is_refused_by_the_writer_thread(tmp_path: Path, folder: Path) -> None:
+    """The refusal is a file, and the forward path writes none: the writer thread is held up here, and the forward returns."""
+    program = """
+    import threading
+    def original(_runner, _batch):
+        MODEL.layers[1].input_layernorm(torch.ones(5, 8))
+        final = MODEL.norm(torch.ones(5, 8))
+        first.before_logits(None, None, final, None, None, [torch.full((5, 8), 3.0)])
+        return "output"
+    held = threading.Event()
+    first._session.later(held.wait)
+    batch = Thing(forward_mode=Thing(name="EXTEND"), rids=["hsx1-0a0b0c0d-1-1-5"], extend_prefix_lens_cpu=[0],
+                  extend_seq_lens_cpu=[5], input_ids=torch.arange(5), mm_inputs=None, input_embeds=None)
+    assert first.around_forward(original, runner(), batch) == "output"
+    assert not (folder / "capture.error").exists()
+    held.set()
+    forward(first, ["hsx1-0a0b0c0d-2-1-5"], [5])
+    """
+    run(tmp_path, folder, program)
+    assert (
+        (folder / REFUSAL_NAME)
+        .read_text()
+        .startswith("the model hands out something else for h_1 than the input norm of layer 1")
+    )
+    assert json.loads((folder / "hsx1-0a0b0c0d-1-1-5.error").read_text())["reason"].startswith("CaptureRefusedError: the model")
+    assert list(folder.glob("*.safetensors")) == []

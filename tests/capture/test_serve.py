@@ -86,6 +86,8 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--pp", "2"], "--pp is short for --pp-size; write names in full"),
         ([*GOOD, "--speculative-a", "EAGLE"], "--speculative-a is given; remove it"),
         ([*GOOD, "--specul", "EAGLE"], "--specul is short for --speculative-; write names in full"),
+        ([*GOOD, "--nnodes", "2", "--dp-size", "4", "--enable-dp-attention"], "--dp-size is 4 and --nnodes 2; expected 1"),
+        ([*GOOD, "--nnodes=2", "--attention-data-parallel-size=2"], "--attn-dp-size is 2 and --nnodes 2; expected 1"),
         (["--disable-radix"], "--disable-radix-cache is missing"),
         ([*GOOD, "--model-path", "/elsewhere"], "--model-path is '/elsewhere'; expected"),
         ([*GOOD, "--revision", "r2"], "--revision is 'r2'; expected 'r1'"),
@@ -97,6 +99,11 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
 )
 def test_refused_arguments(tmp_path: Path, args: list[str], message: str) -> None:
     assert message in refusal(tmp_path, args)
+
+
+@pytest.mark.parametrize("args", [["--nnodes", "2", "--tp-size", "16"], ["--nnodes", "1", "--dp-size", "8"]])
+def test_tensor_parallelism_over_nodes_and_ranks_on_one_are_served(tmp_path: Path, args: list[str]) -> None:
+    assert plan_launch(config(tmp_path), [*GOOD, *args], FIT).command[3:-8] == (*GOOD, *args)
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class ForwardBatch(Mixin):
     rids: list
 """,
     "srt/server_args.py": "class ServerArgs: ...\n",
-    "srt/arg_groups/fields/parallel.py": "class Parallel:\n    tp_size: int\n    pp_size: int\n    dp_size: int\n",
+    "srt/arg_groups/fields/parallel.py": "class Parallel:\n    tp_size: int\n    pp_size: int\n    dp_size: int\n"
+    "    nnodes: int\n    node_rank: int\n",
     "srt/configs/__init__.py": "",
     "srt/configs/model_config.py": """
 class ModelConfig:
@@ -152,7 +153,7 @@ def test_what_moved_is_named_with_its_hook(package: Path, file: str, old: str, n
 def test_a_process_looks_at_its_own_modules(package: Path) -> None:
     """In a process of its own, which imports the little package; the real one is asked in tests/sglang."""
     path = package / "srt/server_args.py"  # its fields come from elsewhere at run time
-    path.write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = 1\n")
+    path.write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = nnodes = node_rank = 1\n")
     program = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
         f"from hsx.capture.targets import missing_at_run_time\nprint(missing_at_run_time())"
@@ -191,7 +192,7 @@ def test_the_plugin_refuses_by_the_hooks_name(package: Path, tmp_path: Path) -> 
     """SGLang would log the missing target and serve on; the boot gate reads what the plugin leaves in the epoch's folder."""
     path = package / "srt/layers/logits_processor.py"
     path.write_text(path.read_text().replace("def forward", "def apply"))
-    (package / "srt/server_args.py").write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = 1\n")
+    (package / "srt/server_args.py").write_text("class ServerArgs:\n    tp_size = pp_size = dp_size = nnodes = node_rank = 1\n")
     epoch = "11111111-2222-4333-8444-555555555555"
     record = EpochRecord(epoch, "b", 1, 1, "", ("x",), "m", "", (1,), "post_norm", "sglang", "9.9", "0", "127.0.0.1", 1)
     (tmp_path / RECORD_NAME).write_text(to_json(record))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hsx.core.epoch import epoch_of, report_name, state_from_json, state_name, stream_name
-from hsx.errors import RunError, SampleError
-from hsx.testing.engine_contract import PATIENCE_S, Served
-from hsx.testing.reference_model import ReferenceModel
+from hsx.errors import RunError
 from hsx.testing.servers import running_reference
 from hsx.testing.tiny_job import make_job
 from hsx.testing.truth import wrong_samples
@@ -34,33 +31,6 @@ def parallel(tmp_path: Path) -> Iterator[RunningServer]:
 @pytest.fixture
 def job(tmp_path: Path, parallel: RunningServer) -> TinyJob:
     return make_job(tmp_path, server=parallel)
-
-
-async def test_a_prompt_goes_to_the_rank_that_it_names(tmp_path: Path, parallel: RunningServer) -> None:
-    served = Served(parallel, ReferenceModel(tmp_path / "tiny-model"), 128)
-    client = parallel.client()
-    assert (await client.facts()).dp_size == RANKS
-    for sequence in (1, 2, 3):
-        for rank in range(RANKS):
-            marker, ids = served.prompt(5 + sequence, seed=rank)
-            await client.prefill(marker, ids, PATIENCE_S, rank)
-            header = await served.check(marker, ids)
-            assert (header.rank, header.sequence) == (rank, sequence)
-    marker, ids = served.prompt(5)
-    with pytest.raises(SampleError, match=r"routed_dp_rank=2 out of range \[0, 2\)") as caught:
-        await client.prefill(marker, ids, PATIENCE_S, RANKS)
-    assert caught.value.kind == "request_refused"
-    await client.close()
-
-
-async def test_prompts_that_name_none_are_shared_out(tmp_path: Path, parallel: RunningServer) -> None:
-    served = Served(parallel, ReferenceModel(tmp_path / "tiny-model"), 128)
-    client = parallel.client()
-    prompts = [served.prompt(3 + seed, seed) for seed in range(8)]
-    await asyncio.gather(*(client.prefill(marker, ids, PATIENCE_S) for marker, ids in prompts))
-    headers = [await served.check(marker, ids) for marker, ids in prompts]
-    assert sorted((header.rank, header.sequence) for header in headers) == [(r, n) for r in range(RANKS) for n in (1, 2, 3, 4)]
-    await client.close()
 
 
 async def test_a_run_vouches_for_every_rank(job: TinyJob, parallel: RunningServer) -> None:

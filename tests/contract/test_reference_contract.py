@@ -30,13 +30,16 @@ async def _struck(server: RunningServer, kind: str, before: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture(scope="module", params=["post_norm", "pre_norm"])
+@pytest.fixture(scope="module", params=[("post_norm", 1), ("pre_norm", 2)], ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One engine for the whole suite, per kind of final state."""
-    final: FinalState = request.param
+    """One engine for the whole suite: for each kind of final state, and without and with data-parallel ranks."""
+    final: FinalState
+    final, ranks = request.param
     folder = tmp_path_factory.mktemp("reference")
     model = tiny_config(folder / "model", max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
-    with running_reference(folder / "dumps", (1, 2, 3), final, model=model, chunk=CHUNK) as server:
+    with running_reference(
+        folder / "dumps", (1, 2, 3), final, model=model, chunk=CHUNK, args=["--dp-size", str(ranks)]
+    ) as server:
         yield Served(server, ReferenceModel(model), CHUNK)
 
 

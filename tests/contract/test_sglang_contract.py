@@ -1,4 +1,4 @@
-"""The real SGLang passes the contract, on the CPU and with hsx's plugin in it.
+"""The real SGLang passes the contract, on the CPU, with hsx's plugin in it and two data-parallel ranks.
 
 The interpreter of its environment is HSX_SGLANG_PYTHON, by default what `make setup` builds. Without one the suite is
 skipped, except in CI, where that is a failure.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hsx.testing.capture_server import CPU_VARIABLES, START_S, CaptureServer
+from hsx.testing.capture_server import CPU_VARIABLES, RANKS_VARIABLES, START_S, CaptureServer
 from hsx.testing.engine_contract import EngineContract, Served
 from hsx.testing.reference_model import ReferenceModel
 from hsx.testing.servers import running
@@ -31,9 +31,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the whole suite."""
     python, folder = interpreter(), tmp_path_factory.mktemp("sglang")
     model = make("llama", folder / "model")
-    arguments = ["--context-length", str(CONTEXT)]
+    arguments = ["--context-length", str(CONTEXT), "--dp-size", "2"]
     capture = CaptureServer(python, folder, model, (1, 4, 7), arguments=arguments)
-    with running(capture.command(), folder / "dumps", capture.epoch, capture.port, CPU_VARIABLES, START_S) as server:
+    variables = {**CPU_VARIABLES, **RANKS_VARIABLES}
+    with running(capture.command(), folder / "dumps", capture.epoch, capture.port, variables, START_S) as server:
         yield Served(server, ReferenceModel(model), CHUNK)
 
 
