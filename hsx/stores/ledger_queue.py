@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,8 @@ class FreeSamples:
     """The pending samples that this process has not leased. Memory is bounded: most are read by a cursor, in index order,
     and only those that came back, and those that are leased, are held.
 
+    The ledger's thread calls all of it, but for `give_back`, which the event loop calls.
+
     Args:
         connection: of the ledger; used by the thread that calls.
     """
@@ -32,6 +35,8 @@ class FreeSamples:
         self._returned: deque[int] = deque()
         self._ahead: set[int] = set()
         self._leased: set[int] = set()
+        self._held: set[int] = set()
+        self._guard = threading.Lock()  # never held during a query: the event loop waits for it
         self._claims: dict[int, list[int]] = {}
 
     def next(self, limit: int) -> list[int]:
@@ -39,8 +44,7 @@ class FreeSamples:
 
         What came back goes last: so a server that fails everything fails many samples once, and not a few for good.
         """
-        if self._cursor < 0:
-            self._leased.clear()  # those that were held, for an adoption that has ended
+        self._held.clear()  # the adoption has ended
         indices = self._fresh(limit)
         indices += [self._returned.popleft() for _ in range(min(limit - len(indices), len(self._returned)))]
         self._leased.update(indices)
@@ -66,8 +70,9 @@ class FreeSamples:
     def give_back(self, indices: Iterable[int]) -> None:
         """Leased samples are free again."""
         indices = list(indices)
-        self._leased.difference_update(indices)
-        self._returned.extend(indices)
+        with self._guard:  # one that is neither here nor there for a moment would be claimed, and handed out all the same
+            self._leased.difference_update(indices)
+            self._returned.extend(indices)
 
     def reopened(self, indices: Collection[int]) -> None:
         """Committed samples are pending again."""
@@ -85,10 +90,10 @@ class FreeSamples:
     # --- samples with the same prompt
 
     def hold(self, idx: int) -> bool:
-        """Takes a pending sample as leased until the first `next`; False where it is claimed by a twin."""
+        """Keeps a pending sample from being claimed until the first `next`; False where it is claimed by a twin."""
         if self._claimed(idx):
             return False
-        self._leased.add(idx)
+        self._held.add(idx)
         return True
 
     def claim(self, idx: int) -> list[int]:
@@ -99,10 +104,11 @@ class FreeSamples:
             "WHERE samples.idx = ? AND twin.idx != samples.idx AND twin.state = 'pending' ORDER BY twin.idx"
         )
         rows = self._connection.execute(query, (idx,)).fetchall()
-        twins = [twin for (twin,) in rows if twin not in self._leased and not self._claimed(twin)]
-        for twin in twins:
-            if twin in self._returned:
-                self._returned.remove(twin)
+        with self._guard:
+            twins = [twin for (twin,) in rows if not self._busy(twin)]
+            for twin in twins:
+                if twin in self._returned:
+                    self._returned.remove(twin)
         if twins:
             self._claims[idx] = twins
         return twins
@@ -111,6 +117,7 @@ class FreeSamples:
         """Leased samples are committed or quarantined, and so may be what they claimed: what is not is free again."""
         for idx in indices:
             self._leased.discard(idx)
+            self._held.discard(idx)
             if self._claims.pop(idx, None):
                 ((group,),) = self._connection.execute("SELECT same_as FROM samples WHERE idx = ?", (idx,)).fetchall()
                 self._wake(group)
@@ -118,14 +125,18 @@ class FreeSamples:
     def _claimed(self, idx: int) -> bool:
         return any(idx in twins for twins in self._claims.values())
 
+    def _busy(self, idx: int) -> bool:
+        return idx in self._leased or idx in self._held or self._claimed(idx)
+
     def _wake(self, group: int) -> None:
         """Sees to it that the first pending one of a group is handed out, if none of them is being worked on."""
         query = "SELECT idx FROM samples WHERE same_as = ? AND state = 'pending' ORDER BY idx"
         pending = [idx for (idx,) in self._connection.execute(query, (group,))]
-        if not pending or any(idx in self._leased or idx in self._returned or self._claimed(idx) for idx in pending):
-            return
-        if pending[0] <= self._cursor and pending[0] not in self._ahead:
-            self._returned.append(pending[0])
+        with self._guard:
+            if not pending or any(idx in self._returned or self._busy(idx) for idx in pending):
+                return
+            if pending[0] <= self._cursor and pending[0] not in self._ahead:
+                self._returned.append(pending[0])
 
     def _fresh(self, limit: int) -> list[int]:
         """The next pending samples that were never leased by this process."""

@@ -150,6 +150,18 @@ async def test_an_adoption_and_a_twin_do_not_meet(ledger: SqliteLedger, tmp_path
     await ledger.close()
 
 
+async def test_a_suspect_on_trial_and_a_twin_do_not_meet(ledger: SqliteLedger) -> None:
+    """A new life of hsx begins with the suspects of the last one: what they are at is not committed along with another."""
+    (trial,) = await ledger.acquire(9, {2})
+    leases = await ledger.acquire(9)
+    assert [lease.sample.index for lease in leases] == [0, 1, 3]
+    assert await ledger.twins([0]) == {0: [4]}
+    await ledger.commit([entry(leases[0], [4])])
+    await ledger.commit([entry(trial, [])])
+    assert (await ledger.counts()).committed == 3
+    await ledger.close()
+
+
 async def test_a_ledger_of_version_3_goes_on_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as db:
@@ -223,6 +235,9 @@ class TwinMachine(RuleBasedStateMachine):
         lease = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
         twins = self.do(self.ledger.twins([lease.sample.index])).get(lease.sample.index, [])
         assert set(twins) <= set(GROUPS[lease.sample.index])
+        busy = {other.sample.index for other in self.out}
+        busy |= {index for other, claimed, _ in self.under_way for index in (other.sample.index, *claimed)}
+        assert not busy & set(twins)
         linked = [twin for twin in twins if data.draw(st.booleans())]
         self.under_way.append((lease, twins, linked))
 
