@@ -38,6 +38,7 @@ class FreeSamples:
         self._held: set[int] = set()
         self._guard = threading.Lock()  # never held during a query: the event loop waits for it
         self._claims: dict[int, list[int]] = {}
+        self._claimed: set[int] = set()
 
     def next(self, limit: int) -> list[int]:
         """Up to `limit` free samples, which are free no more.
@@ -59,7 +60,7 @@ class FreeSamples:
             if idx in self._returned:
                 self._returned.remove(idx)  # in place: the event loop may be adding to it
                 found.append(idx)
-            elif idx > self._cursor and idx not in self._ahead and not self._claimed(idx):
+            elif idx > self._cursor and idx not in self._ahead and idx not in self._claimed:
                 query = "SELECT 1 FROM samples WHERE idx = ? AND state = 'pending'"
                 if self._connection.execute(query, (idx,)).fetchone():
                     self._ahead.add(idx)  # the cursor will come to it, and pass it by
@@ -91,14 +92,14 @@ class FreeSamples:
 
     def hold(self, idx: int) -> bool:
         """Keeps a pending sample from being claimed until the first `next`; False where it is claimed by a twin."""
-        if self._claimed(idx):
+        if idx in self._claimed:
             return False
         self._held.add(idx)
         return True
 
     def claim(self, idx: int) -> list[int]:
         """The pending twins of a leased sample that nobody has leased; they are not free until `settle`."""
-        self._claims.pop(idx, None)
+        self._unclaim(idx)
         query = (
             "SELECT twin.idx FROM samples JOIN samples AS twin ON twin.same_as = samples.same_as "
             "WHERE samples.idx = ? AND twin.idx != samples.idx AND twin.state = 'pending' ORDER BY twin.idx"
@@ -111,6 +112,7 @@ class FreeSamples:
                     self._returned.remove(twin)
         if twins:
             self._claims[idx] = twins
+            self._claimed.update(twins)
         return twins
 
     def settle(self, indices: Iterable[int]) -> None:
@@ -118,15 +120,18 @@ class FreeSamples:
         for idx in indices:
             self._leased.discard(idx)
             self._held.discard(idx)
-            if self._claims.pop(idx, None):
+            if self._unclaim(idx):
                 ((group,),) = self._connection.execute("SELECT same_as FROM samples WHERE idx = ?", (idx,)).fetchall()
                 self._wake(group)
 
-    def _claimed(self, idx: int) -> bool:
-        return any(idx in twins for twins in self._claims.values())
+    def _unclaim(self, idx: int) -> list[int]:
+        """Gives up what a sample had claimed; returns that."""
+        twins = self._claims.pop(idx, [])
+        self._claimed.difference_update(twins)
+        return twins
 
     def _busy(self, idx: int) -> bool:
-        return idx in self._leased or idx in self._held or self._claimed(idx)
+        return idx in self._leased or idx in self._held or idx in self._claimed
 
     def _wake(self, group: int) -> None:
         """Sees to it that the first pending one of a group is handed out, if none of them is being worked on."""
@@ -143,7 +148,7 @@ class FreeSamples:
         while fresh := [idx for (idx,) in self._connection.execute(_FRESH, (self._cursor, limit))]:
             # At the end the cursor passes by those for which others stand: they would be read again each time.
             self._cursor = fresh[-1] if len(fresh) == limit else _END
-            found = [idx for idx in fresh if idx not in self._ahead and not self._claimed(idx)]
+            found = [idx for idx in fresh if idx not in self._ahead and idx not in self._claimed]
             self._ahead = {idx for idx in self._ahead if idx > self._cursor}
             if found:
                 return found
