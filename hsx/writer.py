@@ -204,6 +204,8 @@ class Writer:
         lost = set()
         twins = await self._ledger.twins([entry.lease.sample.index for entry in group])
         if twins:
+            async with self._revoking:
+                pass  # as in `write`: one that was revoked a moment ago is pending, and the name of its shard still to go
             group, failed = await loop.run_in_executor(self._sync_threads, self._link, group, twins)
             for name, error in failed:
                 self._space.failed(name, error)

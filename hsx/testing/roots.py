@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from hsx.errors import RunError
@@ -28,6 +29,9 @@ class FailingRoot:
         """Names of the methods that fail from now on, as they do after EIO."""
         self.crowded = 0
         """Bytes that somebody else takes on this disk."""
+        self.discarding = threading.Event()
+        """While it is cleared, `discard` waits."""
+        self.discarding.set()
 
     def _pass(self, method: str) -> None:
         if method in self.failing:
@@ -75,6 +79,7 @@ class FailingRoot:
 
     def discard(self, index: int) -> None:
         """See the port."""
+        self.discarding.wait()
         self._pass("discard")
         self._root.discard(index)
 

@@ -94,6 +94,31 @@ async def test_what_is_revoked_is_hidden_and_discarded_under_all_names(bench: Wr
     assert bench.view.indices().tolist() == ALL
 
 
+async def test_a_twin_that_was_just_revoked_is_linked_once_its_old_shard_is_gone(bench: WriterBench) -> None:
+    """Else the new name would be discarded in the place of the old one, and a committed sample with it."""
+    bench.roots["a"].failing = {"link_refused"}
+    for _ in range(2):
+        (lease,) = await bench.ledger.acquire(9)
+        assert await bench.commit(lease, await bench.write(lease, "a"))
+    (lease,) = await bench.ledger.acquire(9)
+    receipt = await bench.write(lease, "a")
+    bench.roots["a"].failing = set()
+    bench.roots["a"].discarding.clear()
+    rows = await bench.ledger.revoke("e", "fingerprint", "other states")
+    assert [row.index for row in rows] == [0, 1]
+    revoking = asyncio.create_task(bench.writer.revoke(rows))
+    committing = asyncio.create_task(bench.commit(lease, receipt))
+    await asyncio.wait(
+        [committing], timeout=0.5
+    )  # time enough for one that does not wait; no time is too short for one that does
+    bench.roots["a"].discarding.set()
+    await revoking
+    assert await committing
+    assert sorted(bench.ledger.committed_roots()) == [(index, "a") for index in ALL]
+    assert bench.view.indices().tolist() == ALL
+    assert [index for index in ALL if (bench.real[0].folder / shard_key(index)).exists()] == ALL
+
+
 async def test_a_name_that_is_taken_is_replaced(bench: WriterBench) -> None:
     """By a killed writer's shard, say: the sample is pending, so that is nobody's."""
     stray = bench.real[0].folder / shard_key(3)
