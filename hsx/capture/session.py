@@ -78,6 +78,7 @@ class Session:
         self._assembly = Assembly()
         self._goes: dict[Marker, Go] = {}
         self._foreign = self._chunks = 0
+        self._unfinished: Batch | None = None
 
     def begin(
         self, rids: Sequence[str], prefix_lens: Sequence[int], extend_lens: Sequence[int], input_ids: torch.Tensor | None
@@ -90,6 +91,11 @@ class Session:
             extend_lens: tokens of each in this forward.
             input_ids: ids of the batch on any device, perhaps padded; None where the server has none.
         """
+        if self._unfinished is not None:
+            # The assembly counts tokens when a forward begins: the next chunk would be taken for the end of a whole prompt.
+            for marker in self._unfinished.markers:
+                self._fail(marker, "a forward with tokens of this prompt did not return")
+            self._unfinished = None
         with self.contained(marker for rid in rids if (marker := parse(rid))):
             plan = self._assembly.forward(rids, prefix_lens, extend_lens)
             self._foreign += plan.foreign
@@ -101,7 +107,8 @@ class Session:
             if plan.pieces:
                 if input_ids is None or input_ids.dim() != 1 or input_ids.shape[0] < plan.rows:
                     raise ValueError(f"the batch has no input ids for its {plan.rows} tokens")
-                return Batch(plan, input_ids[: plan.rows].to(torch.int32, copy=True))
+                self._unfinished = Batch(plan, input_ids[: plan.rows].to(torch.int32, copy=True))
+                return self._unfinished
         return None
 
     def refuse(self, rid: str, reason: str) -> None:
@@ -139,6 +146,7 @@ class Session:
 
     def finish(self, batch: Batch) -> None:
         """The forward returned: the dumps that are whole now may be published."""
+        self._unfinished = None
         with self.contained(batch.markers):
             if not batch.seen:
                 raise ValueError(

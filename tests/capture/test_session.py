@@ -194,6 +194,17 @@ def test_forward_without_tensors_fails_its_markers(session: Session, folder: Pat
     assert "the forward showed no states" in reason(folder, SHORT)
 
 
+def test_a_forward_that_did_not_return_fails_its_markers(session: Session, folder: Path) -> None:
+    """The prompt's next chunk begins where that one should have ended: it would be published with a hole."""
+    ids = torch.arange(1, 11)
+    run(session, [(LONG, 0, ids[:4])])
+    assert session.begin([str(LONG)], [4], [3], ids[4:7]) is not None
+    run(session, [(SHORT, 0, torch.arange(3))])
+    run(session, [(LONG, 7, ids[7:])])
+    assert "did not return" in reason(folder, LONG)
+    assert names(folder) == sorted([f"{LONG}.error", f"{SHORT}.safetensors"])
+
+
 def test_tensors_of_another_shape_fail_their_markers(session: Session, folder: Path) -> None:
     batch = session.begin([str(SHORT)], [0], [3], torch.arange(3))
     assert batch is not None
