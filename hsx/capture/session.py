@@ -93,8 +93,8 @@ class Session:
         """
         if self._unfinished is not None:
             # The assembly counts tokens when a forward begins: the next chunk would be taken for the end of a whole prompt.
-            for marker in self._unfinished.markers:
-                self._fail(marker, "a forward with tokens of this prompt did not return")
+            for lacking in self._unfinished.markers:
+                self._fail(lacking, "a forward with tokens of this prompt did not return")
             self._unfinished = None
         with self.contained(marker for rid in rids if (marker := parse(rid))):
             plan = self._assembly.forward(rids, prefix_lens, extend_lens)
