@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
 def _require_folder(output: Path) -> None:
     if not output.parent.is_dir():
         raise RunError("report_unwritable", f"report {output} cannot be written: expected {output.parent} to be a folder")
-    if output.is_dir():
+    # The page takes the place of what has its name, and must not take that of a device.
+    if output.exists() and not output.is_file():
+        is_what = "a folder" if output.is_dir() else "a device or the like"
         raise RunError(
-            "report_unwritable", f"report {output} cannot be written: it is a folder; expected a file or nothing there"
+            "report_unwritable", f"report {output} cannot be written: it is {is_what}; expected a file or nothing there"
         )

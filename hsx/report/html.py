@@ -6,6 +6,8 @@ import html
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -27,7 +29,7 @@ def text(value: object) -> Html:
     words = str(value)
     if len(words) > LONGEST:
         words = f"{words[:LONGEST]} ... ({len(words) - LONGEST:,} more characters)"
-    return Html(html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)))
+    return Html(html.escape(printable(words, keep="")))
 
 
 def tag(name: str, *content: object, **attributes: object) -> Html:
