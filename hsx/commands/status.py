@@ -35,7 +35,7 @@ DEFAULT_JOB: Final = "job.toml"
 EVERY_S: Final = 2.0
 LONGEST_S: Final = 86400.0
 _WIDE: Final = 1000
-_ADDRESS: Final = re.compile(r"[\w.\[\]:-]+:\d+")
+_ADDRESS: Final = re.compile(r"[\w.\[\]:-]{1,200}:\d{1,5}")
 _ENDED = ("done", "interrupted", "failed")
 
 

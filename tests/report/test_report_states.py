@@ -182,6 +182,7 @@ def test_the_page_is_there_whole_or_not_at_all(job: KeptJob, capsys: pytest.Capt
     folder = job.file.parent
     os.mkfifo(folder / "pipe")  # as a device, but one that anybody can make
     unfit = {folder / "none" / "r.html": "to be a folder", folder: "it is a folder", folder / "pipe": "it is a device"}
+    unfit[folder / ("x" * 300)] = "File name too long"
     for output, problem in unfit.items():
         assert main(["report", str(job.file), "-o", str(output)]) == ExitCode.RUN_ERROR
         error = capsys.readouterr().err
