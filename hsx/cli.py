@@ -15,6 +15,7 @@ from hsx import __version__
 from hsx.errors import ConfigError, HsxError
 from hsx.exit_codes import MEANINGS, ExitCode, of_error
 from hsx.journal import leads_to_journal, with_priority
+from hsx.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: HsxError, verbose: int) -> None:
     if verbose >= 2:
         traceback.print_exception(error)
-    lines = error.message.splitlines() or [""]
+    lines = [printable(line) for line in error.message.splitlines()] or [""]
     if isinstance(error, ConfigError) and len(lines) > 1:
         lines.insert(0, f"{len(error.problems)} problems:")
     with contextlib.suppress(OSError):  # a full disk under standard error must not change the exit code
@@ -252,7 +253,10 @@ def _count(text: str) -> int:
 
 
 def _drawn(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if not 1 <= value <= 4096:
         raise argparse.ArgumentTypeError(f"is {text}; expected 1 to 4096")
     return value

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hsx.core.amounts import in_words
+from hsx.printable import printable
 from hsx.progress_view import duration
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ STALE_S: Final = 30.0
 """A document this old is one of a run that hangs; as in `hsx.status.site`."""
 _BAR: Final = 30
 _GOOD, _WARN, _BAD, _DIM = "green", "yellow", "bold red", "dim"
-_CONTROL: Final = {code: "?" for code in (*range(32), *range(127, 160)) if code != 10}
-"""Evidence quotes what servers and files said; no terminal shall obey it."""
 Row = tuple[str, Text]
 
 
@@ -83,7 +82,7 @@ def of_ledger(facts: dict[str, Any], now: float) -> RenderableType:
         *_named("roots", [_place(name, root) for name, root in facts["roots"].items()]),
         ("quarantine", _quarantine(lost)),
         ("violations", _violations({"job": named, **named})),
-        ("epochs", Text(f"{epochs['total']} servers used so far, {epochs['ended']} of them given up")),
+        ("epochs", Text(f"{epochs['total']}, {epochs['ended']} of them given up")),
         *(("", _epoch(epoch, now)) for epoch in epochs["last"]),
     ]
     for one in facts["revocations"]["last"]:
@@ -242,7 +241,7 @@ def _text(text: str, style: str) -> Text:
 
 
 def _clean(text: str) -> str:
-    return " ".join(text.translate(_CONTROL).split("\n"))
+    return printable(" ".join(text.split("\n")), keep="")
 
 
 def _count(number: int | None) -> str:

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hsx.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
 def emit(text: str) -> None:
-    """Writes a line to standard output."""
-    sys.stdout.write(text + "\n")
+    """Writes lines to standard output; what is not printable in them is escaped."""
+    sys.stdout.write(printable(text) + "\n")
 
 
 def emit_json(document: object) -> None:
     """Writes `document` (plain data, dataclasses, structs, paths) as one JSON object."""
-    emit(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode())
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode() + "\n")
 
 
 def plural(count: int, noun: str) -> str:

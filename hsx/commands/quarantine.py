@@ -58,6 +58,8 @@ def _list(path: Path, as_json: bool, *, rejected: bool) -> int:
         hint = "" if rejected else "; --rejected lists them"
         were = "was rejected and is no sample" if count == 1 else "were rejected and are no samples"
         emit(f"\n{plural(count, 'row')} of the dataset {were}{hint}")
+    elif rejected:
+        emit("no row of the dataset was rejected")
     return ExitCode.DONE
 
 

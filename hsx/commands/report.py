@@ -46,9 +46,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_folder(output: Path) -> None:
+    try:
+        problem = _problem(output)
+    except OSError as error:
+        raise RunError("report_unwritable", f"report {output} cannot be written: {error.strerror}") from error
+    if problem:
+        raise RunError("report_unwritable", f"report {output} cannot be written: {problem}")
+
+
+def _problem(output: Path) -> str:
     if not output.parent.is_dir():
-        raise RunError("report_unwritable", f"report {output} cannot be written: expected {output.parent} to be a folder")
+        return f"expected {output.parent} to be a folder"
     if output.is_dir():
-        raise RunError(
-            "report_unwritable", f"report {output} cannot be written: it is a folder; expected a file or nothing there"
-        )
+        return "it is a folder; expected a file or nothing there"
+    # The page takes the place of what has its name, and must not take that of a device.
+    if output.exists() and not output.is_file():
+        return "it is a device or a pipe; expected a file or nothing there"
+    return ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -33,6 +35,7 @@ DEFAULT_JOB: Final = "job.toml"
 EVERY_S: Final = 2.0
 LONGEST_S: Final = 86400.0
 _WIDE: Final = 1000
+_ADDRESS: Final = re.compile(r"[\w.\[\]:-]{1,200}:\d{1,5}")
 _ENDED = ("done", "interrupted", "failed")
 
 
@@ -92,7 +95,7 @@ def looker(where: str, token_file: str) -> tuple[Callable[[Seen | None], Seen], 
             `hsx.standing.standing` for what a look raises.
     """
     if "://" in where:
-        endpoint = endpoint_of(where, read_token(token_file, {}))
+        endpoint = endpoint_of(where, read_token(token_file, {}, "--token-file"))
 
         def look(before: Seen | None) -> Seen:
             try:
@@ -103,6 +106,8 @@ def looker(where: str, token_file: str) -> tuple[Callable[[Seen | None], Seen], 
                 return Seen(before.document, silent=error.message)
 
         return look, endpoint
+    if _ADDRESS.fullmatch(where) and not Path(where).exists():
+        raise RunError("usage", f"{where!r} is neither a job file nor a URL; expected one like http://127.0.0.1:8470")
     loaded = load(where)
     endpoint_or_why = _endpoint(loaded, token_file)
 
@@ -134,7 +139,8 @@ def _endpoint(loaded: LoadedConfig, token_file: str) -> Endpoint | str:
     if not settings.port:
         return "status.port is 0, so that only the log (`status.listening`) knows the URL to give"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared, not bound
-    return Endpoint(host, settings.port, read_token(token_file or settings.token_file, os.environ))
+    token = read_token(token_file, {}, "--token-file") if token_file else read_token(settings.token_file, os.environ)
+    return Endpoint(host, settings.port, token)
 
 
 def _by_ledger(loaded: LoadedConfig, why: str, before: Seen | None) -> Seen:
@@ -213,7 +219,10 @@ def _pause(farewell: Farewell | None, seconds: float) -> dict[str, Any] | None:
 
 
 def _write(seen: Seen, *, as_json: bool) -> None:
-    emit(msgspec.json.encode(seen.facts if seen.document is None else seen.document).decode() if as_json else line(seen))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(seen.facts if seen.document is None else seen.document).decode() + "\n")
+    else:
+        emit(line(seen))
     sys.stdout.flush()
 
 

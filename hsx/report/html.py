@@ -6,6 +6,9 @@ import html
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.core.amounts import in_words
+from hsx.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -27,7 +30,7 @@ def text(value: object) -> Html:
     words = str(value)
     if len(words) > LONGEST:
         words = f"{words[:LONGEST]} ... ({len(words) - LONGEST:,} more characters)"
-    return Html(html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)))
+    return Html(html.escape(printable(words, keep="")))
 
 
 def tag(name: str, *content: object, **attributes: object) -> Html:
@@ -109,14 +112,7 @@ def number(value: object) -> str:
 
 def size(nbytes: int | None) -> str:
     """Bytes in the unit that fits: `1.92 TB`; "-" for None."""
-    if nbytes is None:
-        return "-"
-    value, units = float(nbytes), ("B", "kB", "MB", "GB", "TB", "PB")
-    for unit in units:
-        if value < 999.5 or unit == units[-1]:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError("the last unit takes everything")
+    return "-" if nbytes is None else in_words(nbytes)
 
 
 def moment(seconds: float | None) -> str:

@@ -115,9 +115,7 @@ def _throughput(document: dict[str, Any]) -> list[Html]:
             (
                 code(life["epoch"][:8]),
                 moment(life["began"]),
-                duration((life["ended"] if life["ended"] is not None else document["time"]) - life["began"])
-                if life["ended"]
-                else "-",
+                duration(life["ended"] - life["began"]) if life["ended"] is not None else "-",
                 number(life["committed"]),
                 number(life["requeued"]),
                 code(life["reason"]) if life["reason"] else "not voided",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,12 +16,18 @@ import msgspec
 from hsx.errors import RunError
 from hsx.status.document import VERSION, StatusDocument
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PATIENCE_S: Final = 10.0
 """How long an endpoint may take for a part of its answer; it needs milliseconds."""
 SILENCE_S: Final = 40.0
 """How long the stream of events may be silent: it says something every 15 s."""
 AGAIN_S: Final = 1.0
 LARGEST: Final = 64 << 20
+LONGEST_REASON: Final = 500
+WHOLE_S: Final = 60.0
+"""How long an endpoint may take for all of its answer, however steadily it comes."""
 
 
 class NobodyListens(RunError):  # noqa: N818 - what it says, not what went wrong
@@ -69,14 +76,21 @@ def endpoint_of(url: str, token: str = "") -> Endpoint:
         port = parts.port
     except ValueError as error:
         raise RunError("usage", f"{url!r} is no URL of a status endpoint: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc:
+    written = url.isprintable() and " " not in url and parts.path.isascii() and port != 0
+    plain = not (parts.query or parts.fragment or "@" in parts.netloc)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain or not written:
         raise RunError("usage", f"{url!r} is no URL of a status endpoint; expected one like http://127.0.0.1:8470")
     tls = parts.scheme == "https"
     return Endpoint(parts.hostname, port or (443 if tls else 80), token, tls, parts.path.rstrip("/"))
 
 
-def ask(endpoint: Endpoint, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+def ask(endpoint: Endpoint, patience_s: float = PATIENCE_S, whole_s: float = WHOLE_S) -> dict[str, Any]:
     """The status document.
+
+    Args:
+        endpoint: where.
+        patience_s: seconds that it may be silent.
+        whole_s: seconds that its answer may take, from the connection to its last byte.
 
     Raises:
         NobodyListens: `status_unreachable`: the connection was refused.
@@ -84,7 +98,7 @@ def ask(endpoint: Endpoint, patience_s: float = PATIENCE_S) -> dict[str, Any]:
             token is missing or wrong, or the name of the host is not one that the endpoint knows itself by; `status_foreign`:
             it is not hsx that answers; `status_version`: the document is of a version that this hsx does not know.
     """
-    status, body = _get(endpoint, patience_s)
+    status, body = _get(endpoint, patience_s, whole_s)
     where = f"the status endpoint {endpoint.url}"
     if status == 401:
         given = "another one than was given" if endpoint.token else "a token"
@@ -94,7 +108,7 @@ def ask(endpoint: Endpoint, patience_s: float = PATIENCE_S) -> dict[str, Any]:
     if status == 421:
         raise RunError("status_refused", f"{where} does not know itself by the name {endpoint.host!r}; expected an address")
     if status == 503 and _is_verdict(body):
-        raise RunError("status_unreachable", f"{where}: {json.loads(body)['reason']}; expected a document")
+        raise RunError("status_unreachable", f"{where}: {json.loads(body)['reason'][:LONGEST_REASON]}; expected a document")
     document = _decoded(body) if status == 200 else None
     if document is None or not isinstance(document.get("version"), int):
         found = f"HTTP {status}, {body[:60].decode(errors='backslashreplace')!r}"
@@ -163,33 +177,54 @@ class Farewell:
             connection.close()
 
 
-def _get(endpoint: Endpoint, patience_s: float) -> tuple[int, bytes]:
+def _get(endpoint: Endpoint, patience_s: float, whole_s: float) -> tuple[int, bytes]:
     connection = endpoint.connect(patience_s)
+    late = threading.Event()
     try:
-        connection.request("GET", f"{endpoint.path}/status", headers=endpoint.headers)
-        answer = connection.getresponse()
-        body = answer.read(LARGEST)
-        if answer.length:
-            raise _unreachable(endpoint, EOFError(f"its answer lacks {answer.length} bytes"))
+        connection.connect()
+        with _ended_after(whole_s, connection.sock, late):
+            connection.request("GET", f"{endpoint.path}/status", headers=endpoint.headers)
+            answer = connection.getresponse()
+            body = answer.read(LARGEST)
+        if answer.length or late.is_set():
+            raise EOFError(f"its answer lacks {answer.length or 'some'} bytes")
         return answer.status, body
     except ConnectionRefusedError as error:
         message = f"nobody listens on {endpoint.url}; expected the endpoint of a run"
         raise NobodyListens("status_unreachable", message) from error
-    except http.client.BadStatusLine as error:
-        # That the connection was closed without a word is also one of these.
-        if isinstance(error, ConnectionError):
-            raise _unreachable(endpoint, error) from error
-        raise RunError(
-            "status_foreign", f"{endpoint.url} does not speak HTTP but {str(error).strip()[:60]!r}; expected hsx"
-        ) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise _unreachable(endpoint, error, patience_s) from error
+    except (OSError, http.client.HTTPException, ValueError, EOFError) as error:
+        if late.is_set():
+            raise _unreachable(endpoint, f"its answer was not whole after {whole_s:g} s") from error
+        # That the connection was closed without a word is a BadStatusLine too.
+        if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+            raise RunError(
+                "status_foreign", f"{endpoint.url} does not speak HTTP but {str(error).strip()[:60]!r}; expected hsx"
+            ) from error
+        silent = f"silent for {patience_s:g} s" if isinstance(error, TimeoutError) else ""
+        raise _unreachable(endpoint, silent or str(error) or type(error).__name__) from error
     finally:
         connection.close()
 
 
-def _unreachable(endpoint: Endpoint, error: Exception, patience_s: float = PATIENCE_S) -> RunError:
-    why = f"silent for {patience_s:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+@contextmanager
+def _ended_after(seconds: float, stream: socket.socket, late: threading.Event) -> Iterator[None]:
+    """Shuts the stream, and sets `late`, where the block takes longer: a socket's own timeout begins anew with each byte."""
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _unreachable(endpoint: Endpoint, why: str) -> RunError:
     return RunError("status_unreachable", f"the status endpoint {endpoint.url} does not answer: {why}; expected a document")
 
 
@@ -201,6 +236,6 @@ def _is_verdict(body: bytes) -> bool:
 def _decoded(body: bytes) -> dict[str, Any] | None:
     try:
         document = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deeply
         return None
     return document if isinstance(document, dict) else None

@@ -16,12 +16,13 @@ CREDENTIAL: Final = "hsx-status-token"
 SHORTEST: Final = 16
 
 
-def read_token(file: str, environ: Mapping[str, str]) -> str:
+def read_token(file: str, environ: Mapping[str, str], said_by: str = "status.token_file") -> str:
     """The token in force; "" where there is none.
 
     Args:
-        file: `status.token_file`; "" where it is not set. It goes before a credential.
+        file: its path; "" where none is named. It goes before a credential.
         environ: the process's environment; CREDENTIALS_DIRECTORY names the folder of credentials.
+        said_by: the key or option that names `file`, for messages.
 
     Raises:
         RunError: `status_failed` where the file cannot be read, others may read it, or what it holds is no token.
@@ -30,7 +31,7 @@ def read_token(file: str, environ: Mapping[str, str]) -> str:
     path = Path(file) if file else Path(folder) / CREDENTIAL
     if not file and not (folder and path.is_file()):
         return ""
-    name = "status.token_file" if file else f"credential {CREDENTIAL}"
+    name = said_by if file else f"credential {CREDENTIAL}"
     try:
         if path.stat().st_mode & stat.S_IROTH:
             raise RunError("status_failed", f"{name}: every user may read {path}; expected `chmod o-r`")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.cli import main
+from hsx.commands.output import emit, emit_json
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
@@ -127,6 +128,15 @@ def test_show_a_sample_by_index_and_by_id(left: LeftJob, screen: Screen) -> None
     assert "post_norm" in text
 
 
+def test_no_terminal_obeys_an_id(left: LeftJob, screen: Screen) -> None:
+    assert main(["show", left.file, "x\x1b[31m\u202e"]) == ExitCode.REFUSED
+    assert screen.error() == "hsx: error [sample_unknown] no sample has the id 'x\\x1b[31m\\u202e'\n"
+    emit("a\x1b]0;title\x07\x9b31m\u202e\té\nb")
+    assert screen.text() == r"a\x1b]0;title\x07\x9b31m\u202e" + "\té\nb\n"
+    emit_json({"id": "a\x9b\x1b"})
+    assert screen.json() == {"id": "a\x9b\x1b"}
+
+
 def test_show_a_sample_that_is_not_committed(left: LeftJob, screen: Screen) -> None:
     assert main(["show", left.file, "4"]) == ExitCode.DONE
     assert screen.text().endswith("state     not committed\nledger    pending after 1 attempt\n")
@@ -202,8 +212,10 @@ def test_quarantine_is_listed_with_its_reasons(left: LeftJob, screen: Screen) ->
     assert main(["quarantine", "list", left.file, "--json"]) == ExitCode.DONE
     (row,) = screen.json()["quarantined"]
     assert (row["index"], row["reason"], row["evidence"], row["attempts"]) == (3, "finite", "4 values are NaN", 1)
-    assert main(["quarantine", "list", left.file]) == ExitCode.DONE
-    assert "4 values are NaN" in screen.text()
+    assert main(["quarantine", "list", left.file, "--rejected"]) == ExitCode.DONE
+    text = screen.text()
+    assert "4 values are NaN" in text
+    assert text.endswith("no row of the dataset was rejected\n")
 
 
 def test_rejected_rows_are_counted_and_listed(tmp_path: Path, screen: Screen) -> None:

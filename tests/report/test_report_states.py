@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -179,11 +180,15 @@ def test_without_matplotlib_it_says_what_to_install(job: KeptJob) -> None:
 
 def test_the_page_is_there_whole_or_not_at_all(job: KeptJob, capsys: pytest.CaptureFixture[str]) -> None:
     folder = job.file.parent
-    for output, problem in ((folder / "none" / "r.html", "to be a folder"), (folder, "it is a folder")):
+    os.mkfifo(folder / "pipe")  # as a device, but one that anybody can make
+    unfit = {folder / "none" / "r.html": "to be a folder", folder: "it is a folder", folder / "pipe": "it is a device"}
+    unfit[folder / ("x" * 300)] = "File name too long"
+    for output, problem in unfit.items():
         assert main(["report", str(job.file), "-o", str(output)]) == ExitCode.RUN_ERROR
         error = capsys.readouterr().err
         assert f"hsx: error [report_unwritable] report {output} cannot be written" in error
         assert problem in error
+    assert (folder / "pipe").is_fifo()
     output = folder / "r.html"
     output.write_text("an older one")
     assert main(["report", str(job.file), "-o", str(output), "--samples", "3", "--seed", "5"]) == ExitCode.DONE

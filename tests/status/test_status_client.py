@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +58,9 @@ def document() -> dict[str, Any]:
         (http('{"a": 1}'), "status_foreign", r"expected JSON with a version"),
         (http("[1]"), "status_foreign", r"expected JSON with a version"),
         (http('{"version": "1"}'), "status_foreign", r"expected JSON with a version"),
+        (http('{"version": 1, "a": ' + "[" * 100_000), "status_foreign", r"expected JSON with a version"),
+        (http('{"version": ' + "1" * 5000 + "}"), "status_foreign", r"expected JSON with a version"),
+        (http(json.dumps({"reason": "x" * 10_000}), "503 x"), "status_unreachable", r": x{500}; expected a document"),
         (http("nothing here", "404 Not Found"), "status_foreign", r"HTTP 404, 'nothing here'"),
         (http(json.dumps({"version": VERSION})), "status_foreign", r"a document that is none of hsx, version 1: .*`time`"),
         (
@@ -97,6 +101,25 @@ def test_one_that_says_nothing_is_not_waited_for_for_ever() -> None:
     assert caught.value.kind == "status_unreachable"
 
 
+def test_one_that_answers_byte_by_byte_is_not_listened_to_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        with pytest.raises(RunError, match=r"does not answer: its answer was not whole after 0.5 s") as caught:
+            ask(Endpoint("127.0.0.1", listening.getsockname()[1]), patience_s=300, whole_s=0.5)
+        assert caught.value.kind == "status_unreachable"
+        thread.join()
+
+
 def test_fields_that_are_newer_than_this_hsx_are_no_fault() -> None:
     newer = {**document(), "later": 1}
     with answering(http(json.dumps(newer))) as endpoint:
@@ -117,7 +140,11 @@ def test_urls(url: str, expected: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://a:1", "http://", "http://a:99999", "http://a:b", "http://u@a:1", "http://a:1/?q=1", "://"]
+    "url",
+    [
+        *("ftp://a:1", "http://", "http://a:99999", "http://a:b", "http://u@a:1", "http://a:1/?q=1", "://", "http://a:0"),
+        *("http://a b:1", "http://a:1/b c", "http://a:1/\x1b[31m", "http://a:1/\r\nX: y", "http://a:1/\xe9"),
+    ],
 )
 def test_what_is_no_url_of_an_endpoint(url: str) -> None:
     with pytest.raises(RunError, match="is no URL of a status endpoint") as caught:

@@ -99,7 +99,7 @@ async def test_no_terminal_obeys_what_a_server_said(capsys: pytest.CaptureFixtur
     server = StatusServer(telemetry, dict, "127.0.0.1", 0)
     assert await hsx(await server.start()) == ExitCode.DONE
     said = capsys.readouterr().out
-    assert "?]0;title??31m[bold]said so" in said
+    assert r"\x1b]0;title\x07\x9b31m[bold]said so" in said
     await server.stop()
 
 
@@ -203,6 +203,12 @@ async def test_the_run_of_another_job_is_no_answer(tmp_path: Path, capsys: pytes
         (["JOB", "--watch", "0"], ExitCode.REFUSED, "[usage] --watch is 0; expected a number of seconds above 0"),
         (["JOB", "--watch", "nan"], ExitCode.REFUSED, "[usage]"),
         (["--watch", "JOB"], ExitCode.REFUSED, "[not_run_yet]"),
+        (
+            ["127.0.0.1:8470"],
+            ExitCode.REFUSED,
+            "[usage] '127.0.0.1:8470' is neither a job file nor a URL; expected",
+        ),
+        (["JOB", "--token-file", "/nowhere"], ExitCode.RUN_ERROR, "[status_failed] --token-file: /nowhere cannot be read"),
     ],
 )
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: ExitCode, error: str) -> None:

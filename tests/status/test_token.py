@@ -48,6 +48,11 @@ def test_what_is_no_token_is_told(tmp_path: Path, text: str, mode: int, says: st
     assert caught.value.kind == "status_failed"
 
 
+def test_who_named_the_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"\[status_failed\] --token-file: .*absent cannot be read"):
+        read_token(str(tmp_path / "absent"), {}, "--token-file")
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read: No such file"):
         read_token(str(tmp_path / "absent"), {})
