@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +14,11 @@ from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, plural, table
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
+from hsx.datasets.sniff import sniff
 from hsx.disks import Disks
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
-from hsx.index import ADD_IDS, lacks_id
+from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
 from hsx.ports import BadRow
@@ -41,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of what is left to do; refused where it does not fit."""
     loaded, _ = load_fit(args.job)
     shape = read_model_shape(loaded.model)
-    counts, measured = None, None
+    counts, measured, seen, reasons = None, None, None, dict[str, int]()
     if (loaded.state_dir / FILE_NAME).exists():
         lengths, shared, rejected, counts, measured = _left(loaded)
     else:
-        lengths, shared, rejected = survey(loaded, shape)
+        seen = sniff(loaded.config)
+        lengths, shared, reasons = survey(loaded, shape)
+        rejected = sum(reasons.values())
     if not len(lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
@@ -65,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
     trials = None if args.sample is None else codecs.try_on(args.sample or str(loaded.store), shape.hidden_size)
     if args.json:
         tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
-        emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **tried})
+        known = {"dataset": asdict(seen), "reasons": reasons} if seen else {}
+        emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **known, **tried})
     else:
+        if seen:
+            emit("\n".join([*seen.lines(), *_accepted(result, reasons), ""]))
         emit(describe(result, counts))
         if trials is not None:
             emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))
@@ -92,20 +100,24 @@ def _left(loaded: LoadedConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], i
     return lengths[pending & ~shared], lengths[shared], counts.rejected, counts, measured
 
 
-def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
     """Reads the dataset once: tokens of each usable row to be prefilled, and of those with the prompt of an earlier one, in
-    16 bytes a row; then the number of bad rows.
+    16 bytes a row; then the number of bad rows for each reason.
 
-    Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
+    Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `mask_empty`,
+    `dataset_unreadable`.
     """
     lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
+    reasons, counted = Counter[str](), False
     share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
+            counted = counted or bool(row.loss_mask.any())
             keys.append(key(row.input_ids) if share else len(keys))
             continue
         rejected += 1
+        reasons[row.reason] += 1
         unnamed += lacks_id(row)
         if len(bad) < BAD_ROWS_SHOWN:
             bad.append(row)
@@ -118,8 +130,17 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> tuple[NDArray[np.int64], 
     if not lengths:
         hint = f"; {ADD_IDS}" if rejected and unnamed == rejected else ""
         raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one{hint}")
+    if not counted and loaded.config.dataset.zero_masks == "refuse":
+        raise RunError("mask_empty", NOTHING_COUNTS.format(samples=len(lengths)))
     tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
-    return tokens[~shared], tokens[shared], rejected
+    return tokens[~shared], tokens[shared], dict(sorted(reasons.items()))
+
+
+def _accepted(result: Plan, reasons: dict[str, int]) -> list[str]:
+    """Rows in, and what became of them: the sum of both is all of them."""
+    accepted = result.samples + result.shared
+    rejected = "".join(f" + {count} {reason}" for reason, count in reasons.items())
+    return [f"rows       {accepted + sum(reasons.values())} = {accepted} accepted{rejected}"]
 
 
 def _nothing_left(as_json: bool, counts: Counts | None) -> int:
