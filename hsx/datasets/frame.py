@@ -42,8 +42,14 @@ class Segment:
         return (self.text,) if escaped == self.text else (self.text, escaped)
 
 
-def framed(turns: list[Turn]) -> tuple[list[Segment], list[Turn]]:
-    """The conversation with a placeholder for every piece of text, and what the placeholders stand for."""
+def framed(turns: list[Turn], *, results: bool = True) -> tuple[list[Segment], list[Turn]]:
+    """The conversation with a placeholder for every piece of text, and what the placeholders stand for.
+
+    Args:
+        turns: the conversation.
+        results: whether the text of tools is replaced, too. Some templates write a result that is JSON in another way than one
+            that is text; then it has to stay as it is, for the template to decide alike.
+    """
     segments: list[Segment] = []
 
     def hold(index: int, text: str, *, thinking: bool = False, whole: bool = False) -> str:
@@ -67,6 +73,9 @@ def framed(turns: list[Turn]) -> tuple[list[Segment], list[Turn]]:
 
     made = []
     for index, turn in enumerate(turns):
+        if turn.role == "tool" and not results:
+            made.append(turn)
+            continue
         assistant = turn.role == "assistant"
         thinking = hold(index, turn.thinking, thinking=True)
         parts = _TAGS.split(turn.content)
@@ -75,6 +84,16 @@ def framed(turns: list[Turn]) -> tuple[list[Segment], list[Turn]]:
         calls = tuple(call(index, each) for each in turn.calls)
         made.append(replace(turn, content="".join(parts), thinking=thinking, calls=calls))
     return segments, made
+
+
+def result_forms(text: str) -> tuple[str, ...]:
+    """How a template may write a tool's result that is not replaced: as text, as a JSON string, or as the JSON that it is."""
+    forms = [*Segment(0, text.strip()).forms]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return tuple(forms)
+    return (*forms, json.dumps(value, ensure_ascii=False), json.dumps(value))
 
 
 def edges(content: str) -> tuple[str, str]:

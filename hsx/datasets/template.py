@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hsx.datasets.frame import PLACEHOLDER, Places, Segment, edges, filled, framed, without_thinking
+from hsx.datasets.frame import PLACEHOLDER, Places, Segment, edges, filled, framed, result_forms, without_thinking
 from hsx.datasets.tokenizer import RawTokenizer
 from hsx.datasets.turns import Call, Turn
 from hsx.errors import RunError
@@ -135,20 +135,29 @@ class ChatTemplate:
         """
         given = [without_thinking(turn) for turn in turns] if self._style.thinking == "drop" else list(turns)
         text, marks = self._apply(given, tools)
-        segments, frames = framed(given)
+        found = self._placed(text, given, tools, results=True)
+        if found is None and any(turn.role == "tool" for turn in given):
+            found = self._placed(text, given, tools, results=False)
+        if found is None:
+            raise TemplateError("the rendering is not the template's own text with the turns' text in it: a turn was rewritten")
+        spans = self._marked(found, marks) if self._marks else self._spans(text, found)
+        return Rendered(text, self._last(spans, found) if self._style.last_turn else spans)
+
+    def _placed(self, text: str, turns: list[Turn], tools: Tools | None, *, results: bool) -> _Found | None:
+        """Where each piece of text is in the rendering; None where it is not the frame filled with them."""
+        segments, frames = framed(turns, results=results)
         frame, _ = self._apply(frames, tools)
         pieces = PLACEHOLDER.split(frame)
         literals, order = pieces[::2], [int(number) for number in pieces[1::2]]
-        self._check(given, segments, order)
+        self._check(turns, segments, order)
+        for number, turn in enumerate(turns, 1):
+            if turn.role == "tool" and not results and not any(form in frame for form in result_forms(turn.content)):
+                raise TemplateError(f"the template leaves out or rewrites the text of turn {number} (role 'tool')")
         for name in map(_tool_name, tools or ()):
             if not any(name in literal for literal in literals):
                 raise TemplateError(f"the template leaves out the declared function {name!r}")
         places = filled(text, literals, [segments[number].forms for number in order])
-        if places is None:
-            raise TemplateError("the rendering is not the template's own text with the turns' text in it: a turn was rewritten")
-        found = _Found(given, frames, segments, order, places, tools)
-        spans = self._marked(found, marks) if self._marks else self._spans(text, found)
-        return Rendered(text, self._last(spans, found) if self._style.last_turn else spans)
+        return None if places is None else _Found(turns, frames, segments, order, places, tools)
 
     def _check(self, turns: list[Turn], segments: list[Segment], order: list[int]) -> None:
         """Every piece of text is there, and the assistant's are there once."""
@@ -179,12 +188,15 @@ class ChatTemplate:
             before, after = edges(found.framed[turn].content)
             start = first - len(before) if before and text.endswith(before, floor, first) else first
             end = last + len(after) if after and text.startswith(after, last) else last
-            prompt = self._prompt_of(found.turns[:turn], found.tools)
+            earlier, prompt = self._prompt_of(found.turns[:turn], found.tools)
             at = text.rfind(prompt, floor, start) if prompt else -1
             if at < 0 and given.calls and not given.content.strip():
-                raise TemplateError(
-                    f"it cannot be told where the call of turn {turn + 1} begins: no generation prompt is before it"
-                )
+                # What frames the call is the assistant's: it begins where the rendering of the earlier turns ends.
+                if not (floor <= len(earlier) <= start and text.startswith(earlier)):
+                    raise TemplateError(
+                        f"it cannot be told where the call of turn {turn + 1} begins: no generation prompt is there"
+                    )
+                start = len(earlier)
             begin = at + len(prompt) if at >= 0 else start
             stop = self._end_of_call(text, end, found, turn) if given.calls else end + self._end_of_turn(text, end)
             spans.append((begin, stop))
@@ -206,13 +218,13 @@ class ChatTemplate:
         first, end = found.bounds[last]
         return tuple(span for span in spans if span[0] < end and first < span[1])
 
-    def _prompt_of(self, turns: list[Turn], tools: Tools | None) -> str:
-        """What the template adds to make the model speak after `turns`; "" where that cannot be told."""
+    def _prompt_of(self, turns: list[Turn], tools: Tools | None) -> tuple[str, str]:
+        """The rendering of `turns`, and what the template adds to make the model speak; each "" where that cannot be told."""
         try:
             (without, _), (prompted, _) = self._apply(turns, tools), self._apply(turns, tools, prompt=True)
         except TemplateError:
-            return ""
-        return prompted[len(without) :] if prompted.startswith(without) else ""
+            return "", ""
+        return without, prompted[len(without) :] if prompted.startswith(without) else ""
 
     def _end_of_turn(self, text: str, end: int) -> int:
         """Length of the white space and special token that follow the assistant's text; 0 where none does."""
@@ -223,6 +235,9 @@ class ChatTemplate:
     def _end_of_call(self, text: str, end: int, found: _Found, turn: int) -> int:
         """Where a turn that ends with a call ends: after the first end-of-turn token before the next turn's text."""
         limit = min((start for start, _ in found.places if start >= end), default=len(text))
+        if turn + 1 < len(found.turns) and turn + 1 not in found.bounds:  # a result that was left in the frame
+            later = (text.find(form, end, limit) for form in result_forms(found.turns[turn + 1].content))
+            limit = min((at for at in later if at >= 0), default=limit)
         ends = [text.find(token, end, limit) + len(token) for token in self._end_tokens() if text.find(token, end, limit) >= 0]
         if not ends:
             raise TemplateError(f"it cannot be told where the call of turn {turn + 1} ends: no end-of-turn token follows it")
