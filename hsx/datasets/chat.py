@@ -66,6 +66,8 @@ class ChatRows:
             rendered = self._template.render(turns, tools_of(fields, columns))
         except TemplateError as error:
             raise Bad("bad_chat", str(error)) from error
+        if self._limits.too_long == "reject":
+            self._template.tokenizer.require_room(rendered.text, self._limits.max_tokens)
         tokens, offsets = self._template.encode(rendered.text)
         self._template.tokenizer.require_single_start(tokens)
         ids = checked_ids(tokens, self._limits)

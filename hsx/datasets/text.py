@@ -64,6 +64,8 @@ class TextRows:
         text = fields.value(name)
         if not isinstance(text, str):
             raise Bad("bad_type", f"field {name!r} is a {type(text).__name__}; expected text")
+        if self._limits.too_long == "reject":
+            self._tokenizer.require_room(text, self._limits.max_tokens)
         tokens, offsets = self._tokenizer.encode(text)
         self._tokenizer.require_single_start(tokens)
         ids = checked_ids(tokens, self._limits)

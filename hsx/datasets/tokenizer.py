@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PROBE: Final = "How are you doing?  12345 naïve 日本語\n\n\tif x:"
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+SHRINK: Final = 4
+"""Characters that a normaliser may make one of; NFC composes up to three."""
 
 
 class RawTokenizer:
@@ -62,6 +64,7 @@ class RawTokenizer:
         self._test(file)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added = sorted((token.content for token in added), key=len, reverse=True)
+        self._widest: int | None = None
         self._start = self._tokenizer.token_to_id(self.special["bos_token"]) if "bos_token" in self.special else None
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -73,6 +76,13 @@ class RawTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise Bad("bad_type", f"the text is not valid Unicode: {error}") from error
         return encoding.ids, encoding.offsets
+
+    def require_room(self, text: str, most: int) -> None:
+        """Raises Bad `too_long` for a text that no `most` tokens can make up: megabytes take long to encode."""
+        if self._widest is None:
+            self._widest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        if len(text) > most * self._widest * SHRINK:
+            raise Bad("too_long", f"the row has {len(text)} characters, more than {most} tokens can have")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens included."""
