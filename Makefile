@@ -76,6 +76,7 @@ format:  ## formats the code
 bench: setup  ## benchmarks, as ratios measured in one run; results in build/bench
 	mkdir -p build/bench
 	$(BIN)/python scripts/bench_index.py
+	$(BIN)/python scripts/bench_index.py --form parquet
 	$(BIN)/python scripts/bench_storage.py
 
 bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json

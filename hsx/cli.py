@@ -107,6 +107,12 @@ def build_parser() -> argparse.ArgumentParser:
         const="",
         help="try each storage.codec on states of the model: a store, a dump, a folder of dumps; default: the job's store",
     )
+    preview = commands.add_parser(
+        "preview", parents=[job, json, verbose], help="show some samples, what counts for the loss in colour, and numbers"
+    )
+    preview.add_argument("--samples", type=_index, default=3, metavar="N", help="how many to show (default: 3)")
+    preview.add_argument("--rows", type=_count, default=1000, metavar="N", help="how many rows to read (default: 1000)")
+    preview.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
     check = commands.add_parser("check", parents=[json, verbose], help="check a job file and print it resolved")
     check.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML)")
     check.add_argument("--schema", action="store_true", help="print the job file's JSON Schema, for editors, and end")

@@ -59,18 +59,42 @@ class Dataset(Section, frozen=True, kw_only=True):
     """The samples."""
 
     path: str
-    """A JSONL file; `.gz` and `.zst` are read as they are."""
-    format: Literal["auto", "tokens", "chat"] = "auto"
-    """`tokens`: rows with input_ids; `chat`: rows with conversations or messages; `auto`: told from the first usable row."""
+    """A file of JSONL (also `.gz`, `.zst`), Parquet or Arrow; a folder that `datasets` saved (`save_to_disk`); any other
+    folder, whose data files are read in the order of their names; or a pattern of files, such as `rows/*.parquet`."""
+    format: Literal["auto", "tokens", "chat", "text"] = "auto"
+    """`tokens`: rows with input_ids; `chat`: rows with conversations or messages; `text`: rows with text that was formatted
+    beforehand; `auto`: told from the first usable row. `hsx check` prints what was found."""
+    columns: dict[str, str] = {}
+    """Names of fields that are not called as usual: the key is one of `id`, `input_ids`, `loss_mask`, `labels`,
+    `prompt_length`, `messages`, `conversations`, `tools`, `text`; the value is the field's name in the dataset."""
+    ids: Literal["column", "number"] = "column"
+    """`column`: each row has an id of its own; `number`: a row's id is its place in the dataset, from 0."""
     max_tokens: Positive | None = None
     """Longest sample allowed; default: the model's context length less 8, what SGLang keeps for itself."""
+    too_long: Literal["reject", "left", "right", "turns"] = "reject"
+    """Longer rows: `reject`: they are bad rows; `left`, `right`: tokens are cut off at that end; `turns`: they are cut behind
+    the last of the assistant's turns that ends in time. Ids and loss mask are cut together."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: any bad row ends the job before it starts, with a list of them all; `skip`: they are recorded as rejected."""
+    zero_masks: Literal["refuse", "allow"] = "refuse"
+    """Where no token of any row counts for the loss: `refuse` ends the job before it starts; `allow` goes on."""
     identical: Literal["share", "extract"] = "share"
     """Samples with identical prompts, id by id: `share`: prefilled once, their shards are hard links to one file; `extract`:
     each is prefilled and stored by itself. It counts when the job's ledger is made; a later change has no effect."""
     chat_template: str = ""
     """Path of a Jinja chat template that replaces the tokenizer's own."""
+    template_args: dict[str, bool | int | float | str] = {}
+    """Further variables for the chat template, such as `enable_thinking = false`."""
+    thinking: Literal["template", "keep", "drop"] = "template"
+    """What the assistant thought (`<think>...</think>`, or a field `reasoning_content`): `template`: as the template does, that
+    may leave it out of earlier turns; `keep`: rows of which it leaves any out are bad; `drop`: it is taken out."""
+    loss_on: Literal["all", "last"] = "all"
+    """Which of the assistant's turns count for the loss: `all`, or the `last` one."""
+    roles: dict[str, str] = {}
+    """Further names of roles, and what they are for the template: `{ "narrator" = "system" }`."""
+    text_markers: list[str] = []
+    """For `text`: what stands before and after the assistant's text, such as `["[/INST]", "</s>"]`; the second counts
+    for the loss, too. Without them every token counts."""
 
 
 class Capture(Section, frozen=True, kw_only=True):

@@ -20,6 +20,8 @@ from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.layout import PAGE, round_up
 from hsx.core.spec import bytes_per_token
 from hsx.datasets import SERVER_MARGIN, longest_allowed
+from hsx.datasets.fields import Columns
+from hsx.datasets.sources import find_files
 from hsx.disks import MEMORY_KINDS, NETWORK_KINDS, Disks, Place
 from hsx.errors import RunError
 from hsx.serve import Environment, plan_launch
@@ -235,10 +237,24 @@ def _overlaps(loaded: LoadedConfig) -> Iterator[Finding]:
 
 
 def _inputs(loaded: LoadedConfig) -> Iterator[Finding]:
-    if not loaded.dataset.exists():
+    dataset = loaded.config.dataset
+    if not loaded.dataset.exists() and not any(letter in str(loaded.dataset) for letter in "*?["):
         yield Finding("error", "dataset.path", f"{loaded.dataset} does not exist")
-    elif loaded.dataset.is_dir():
-        yield Finding("error", "dataset.path", f"{loaded.dataset} is a folder; expected a JSONL file")
+    else:
+        try:
+            find_files(loaded.dataset)
+        except RunError as error:
+            yield Finding("error", "dataset.path", error.message)
+    names = Columns.__slots__
+    for name, field in dataset.columns.items():
+        if name not in names:
+            yield Finding("error", "dataset.columns", f"has the key {name!r}; expected one of {', '.join(names)}")
+        elif not field:
+            yield Finding("error", "dataset.columns", f"{name} is ''; expected the name of a field")
+    if dataset.text_markers and (len(dataset.text_markers) != 2 or not all(dataset.text_markers)):
+        yield Finding(
+            "error", "dataset.text_markers", f"is {dataset.text_markers}; expected two texts: before and after what counts"
+        )
     if loaded.chat_template is not None and not loaded.chat_template.is_file():
         yield Finding("error", "dataset.chat_template", f"{loaded.chat_template} is not a file")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Self
+
+import numpy as np
 
 from hsx.errors import RunError
 from hsx.ports import BadRow
@@ -22,7 +25,14 @@ if TYPE_CHECKING:
 SHOWN: Final = 50
 BAD_ROWS_FILE: Final = "bad-rows.jsonl"
 PROGRESS_ROWS: Final = 1000
-ADD_IDS: Final = "no row has an 'id': add a field 'id' to every row, a string or an integer that no other row has"
+NOTHING_COUNTS: Final = (
+    "no token of {samples} usable rows counts for the loss; expected some: look at hsx preview "
+    "(dataset.zero_masks = 'allow' takes such a dataset)"
+)
+ADD_IDS: Final = (
+    "no row has an 'id': name the field that has it in dataset.columns, or set dataset.ids = 'number', or add a field 'id' to "
+    "every row, a string or an integer that no other row has"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,10 @@ class IndexSummary:
         tokens: tokens of all samples.
         longest: tokens of the longest one.
         rejected: bad rows that were skipped.
+        reasons: how many of them for each reason; `samples` and these are all rows of the dataset.
+        counted: tokens that count for the loss.
+        unmasked: samples of which no token counts.
+        cut: samples that were cut, because they were too long.
         histogram: samples by length bucket: the key is the bucket's upper bound in tokens, a power of two.
     """
 
@@ -42,11 +56,15 @@ class IndexSummary:
     longest: int
     rejected: int
     histogram: dict[int, int]
+    reasons: dict[str, int] = field(default_factory=dict)
+    counted: int = 0
+    unmasked: int = 0
+    cut: int = 0
 
 
 def lacks_id(row: BadRow) -> bool:
     """Whether the row is bad because its field 'id' is missing, null or empty."""
-    return row.reason == "missing_field" and row.message.startswith("field 'id' ")
+    return row.reason == "missing_field" and row.message.startswith("field ") and not row.sample_id
 
 
 def bucket_of(tokens: int) -> int:
@@ -60,6 +78,8 @@ def build_index(
     on_bad_row: Literal["refuse", "skip"],
     progress: Callable[[int, int], None],
     state_dir: Path,
+    *,
+    zero_masks: Literal["refuse", "allow"] = "allow",
 ) -> IndexSummary:
     """Reads the dataset front to back and writes the token index of the group. Blocks; memory does not grow with the rows.
 
@@ -69,13 +89,14 @@ def build_index(
         on_bad_row: `refuse` reads on to the end to find all bad rows, and then writes nothing.
         progress: called now and then with (rows read, tokens so far).
         state_dir: the complete list of bad rows is written here, to `bad-rows.jsonl`; removed when there is none.
+        zero_masks: whether a dataset of which no token counts for the loss is refused.
 
     Raises:
         RunError: `dataset_rejected` (its message lists the first 50 bad rows and names the file with all of them),
-            `dataset_empty`, `dataset_unreadable`, `store_unwritable`.
+            `dataset_empty`, `mask_empty`, `dataset_unreadable`, `store_unwritable`.
     """
     histogram: dict[int, int] = {}
-    rows = tokens = longest = samples = 0
+    rows = tokens = longest = samples = counted = unmasked = cut = 0
     with _BadRows(state_dir / BAD_ROWS_FILE) as bad, TokenTableWriter(group) as writer:
         for rows, row in enumerate(dataset, 1):
             if isinstance(row, BadRow):
@@ -85,6 +106,8 @@ def build_index(
                 length = len(row.input_ids)
                 samples, tokens, longest = samples + 1, tokens + length, max(longest, length)
                 histogram[bucket_of(length)] = histogram.get(bucket_of(length), 0) + 1
+                kept = int(np.count_nonzero(row.loss_mask))
+                counted, unmasked, cut = counted + kept, unmasked + (not kept), cut + (row.cut > 0)
             if rows % PROGRESS_ROWS == 0:
                 progress(rows, tokens)
         progress(rows, tokens)
@@ -96,9 +119,25 @@ def build_index(
             reason = f"; {all_bad}, see {bad.path}" if bad.count else ""
             reason += f"; {ADD_IDS}" if bad.count and bad.unnamed == rows else ""
             raise RunError("dataset_empty", f"the dataset has no usable row; expected at least one{reason}")
-        summary = IndexSummary(samples, tokens, longest, bad.count, dict(sorted(histogram.items())))
+        if not counted and zero_masks == "refuse":
+            raise RunError("mask_empty", NOTHING_COUNTS.format(samples=samples))
+        reasons = dict(sorted(bad.reasons.items()))
+        summary = IndexSummary(
+            samples, tokens, longest, bad.count, dict(sorted(histogram.items())), reasons, counted, unmasked, cut
+        )
+        if rows != samples + sum(reasons.values()):
+            raise RuntimeError(f"{rows} rows were read, {samples} accepted and {sum(reasons.values())} rejected")
         writer.finish(
-            dataset.fingerprint(), {"rejected": bad.count, "histogram": {str(k): n for k, n in summary.histogram.items()}}
+            dataset.fingerprint(),
+            {
+                "rejected": bad.count,
+                "histogram": {str(k): n for k, n in summary.histogram.items()},
+                "rows": rows,
+                "reasons": reasons,
+                "counted": counted,
+                "unmasked": unmasked,
+                "cut": cut,
+            },
         )
     return summary
 
@@ -119,6 +158,7 @@ class _BadRows:
         self.path = path
         self.count = 0
         self.unnamed = 0
+        self.reasons: Counter[str] = Counter()
         self._first: list[BadRow] = []
         self._file: TextIO | None = None
 
@@ -139,6 +179,7 @@ class _BadRows:
             self._file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
         self.count += 1
         self.unnamed += lacks_id(row)
+        self.reasons[row.reason] += 1
         if len(self._first) < SHOWN:
             self._first.append(row)
 

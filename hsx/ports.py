@@ -49,13 +49,15 @@ class Row:
         sample_id: the row's id as text; unique in the dataset.
         input_ids: int32 [tokens], at least one.
         loss_mask: uint8 [tokens] of 0 and 1.
-        line: 1-based line (or row) number in the file.
+        line: 1-based line (or row) number in the file; in several files they are counted through.
+        cut: tokens that were cut off, because the row was too long.
     """
 
     sample_id: str
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     line: int
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,10 @@ class BadRow:
     """One row that cannot be used.
 
     Attributes:
-        line: 1-based line number in the file.
+        line: 1-based line number in the file; in several files they are counted through.
         sample_id: the row's id where it could be read, else "".
         reason: stable name: `not_json`, `missing_field`, `empty`, `bad_type`, `out_of_vocabulary`, `too_long`, `duplicate_id`,
-            `mask_length`, `bad_mask`, `bad_chat`, `no_loss`.
+            `mask_length`, `bad_mask`, `bad_chat`, `no_loss`, `doubled_start`.
         message: what was expected and what was found.
     """
 

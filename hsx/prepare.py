@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hsx.core.fingerprint import changes
 from hsx.core.layout import CHUNK_TOKENS, StoreLayout
-from hsx.datasets import longest_allowed, open_dataset
+from hsx.datasets import longest_allowed, open_dataset, open_source
 from hsx.errors import RunError
 from hsx.index import build_index, recorded_bad_rows
 from hsx.model_config import model_fingerprint, read_model_shape
 from hsx.stores import ledger
+from hsx.stores.durable import write_json
 from hsx.stores.group import (
     FORMAT,
     REDUCED_FORMAT,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from hsx.config_load import LoadedConfig
     from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.ports import Dataset
+
+MANIFEST_FILE: Final = "dataset.json"
+"""In the state folder: the dataset's files, their sizes and hashes, and how many rows each has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
             what `build_index`, `create_store` and the ledger raise.
     """
     shape = read_model_shape(loaded.model)
-    dataset = open_dataset(loaded.config, shape)
+    source = open_source(loaded.config)
+    dataset = open_dataset(loaded.config, shape, source)
     current = fingerprint(loaded, dataset, shape)
     path = loaded.state_dir / FILE_NAME
     if path.exists():
@@ -131,7 +136,10 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
     refuse_populated(loaded.store)
     with translated(path):
         loaded.state_dir.mkdir(parents=True, exist_ok=True)
-    build_index(dataset, loaded.store, loaded.config.dataset.on_bad_row, progress, loaded.state_dir)
+    chosen = loaded.config.dataset
+    build_index(dataset, loaded.store, chosen.on_bad_row, progress, loaded.state_dir, zero_masks=chosen.zero_masks)
+    with translated(path):
+        write_json(loaded.state_dir / MANIFEST_FILE, source.manifest())
     samples = TokenTable(loaded.store)
     layout = store_layout(loaded, samples, shape)
     model = {"path": str(loaded.model), "revision": loaded.config.model.revision, "layers": shape.layers}

@@ -11,9 +11,11 @@ import msgspec
 from hsx.commands.job import examine
 from hsx.commands.output import emit, emit_json
 from hsx.commands.toml_text import to_toml
+from hsx.config_check import Finding
 from hsx.config_load import load
 from hsx.config_schema import schema_text
 from hsx.datasets import longest_allowed
+from hsx.datasets.sniff import sniff
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 
@@ -30,13 +32,21 @@ def run(args: argparse.Namespace) -> int:
         raise RunError("usage", "hsx check needs a job file, or --schema")
     loaded = load(args.job)
     shape, findings = examine(loaded)
+    seen = None
+    if all(finding.key != "dataset.path" and finding.key != "dataset.columns" for finding in findings):
+        try:
+            seen = sniff(loaded.config)
+        except RunError as error:
+            findings.append(Finding("error", "dataset.path", error.message))
     ok = all(finding.level != "error" for finding in findings)
     config = msgspec.to_builtins(loaded.config)
     if shape is not None:
         config["dataset"]["max_tokens"] = longest_allowed(loaded.config, shape)
     if args.json:
-        emit_json({"ok": ok, "findings": [asdict(finding) for finding in findings], "config": config})
+        found = [asdict(finding) for finding in findings]
+        emit_json({"ok": ok, "findings": found, "dataset": asdict(seen) if seen else None, "config": config})
     else:
         emit(to_toml(config).rstrip("\n"))
+        sys.stderr.write("".join(f"{args.job}: {line}\n" for line in (seen.lines() if seen else ())))
         sys.stderr.write("".join(f"{args.job}: {finding}\n" for finding in findings))
     return ExitCode.DONE if ok else ExitCode.REFUSED

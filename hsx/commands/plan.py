@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +14,11 @@ from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, plural, table
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
+from hsx.datasets.sniff import sniff
 from hsx.disks import Disks
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
-from hsx.index import ADD_IDS, lacks_id
+from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
 from hsx.ports import BadRow
@@ -45,11 +47,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of what is left to do; refused where it does not fit."""
     loaded, _ = load_fit(args.job)
     shape = read_model_shape(loaded.model)
-    counts, measured = None, None
+    counts, measured, seen, reasons = None, None, None, dict[str, int]()
     if (loaded.state_dir / FILE_NAME).exists():
         left, counts, measured = _left(loaded)
     else:
+        seen = sniff(loaded.config)
         left = survey(loaded, shape)
+        reasons = left.reasons
     if not len(left.lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
@@ -72,8 +76,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
-        emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **tried})
+        known = {"dataset": asdict(seen), "reasons": reasons} if seen else {}
+        emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **known, **tried})
     else:
+        if seen:
+            emit("\n".join([*seen.lines(), *_accepted(result, reasons), ""]))
         emit(describe(result, counts))
         if trials is not None:
             emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))
@@ -90,6 +97,7 @@ class Survey:
         shared: tokens of the samples that are committed with another one.
         shared_rows: those of them that are stored.
         rejected: bad rows.
+        reasons: those, by reason; empty where the dataset was not read.
     """
 
     lengths: NDArray[np.int64]
@@ -97,6 +105,7 @@ class Survey:
     shared: NDArray[np.int64]
     shared_rows: NDArray[np.int64]
     rejected: int
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 def _tried(sample: str, loaded: LoadedConfig, shape: ModelShape) -> list[CodecTrial]:
@@ -127,20 +136,24 @@ def _left(loaded: LoadedConfig) -> tuple[Survey, Counts, float | None]:
 def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
     """Reads the dataset once: each usable row to be prefilled, and those with the prompt of an earlier one, in 24 bytes a row.
 
-    Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `dataset_unreadable`.
+    Raises RunError `dataset_rejected` for bad rows under on_bad_row 'refuse', `dataset_empty`, `mask_empty`,
+    `dataset_unreadable`.
     """
     lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
     stored, storage = array("q"), loaded.config.storage
+    reasons, counted = Counter[str](), False
     share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
+            counted = counted or bool(row.loss_mask.any())
             loss = storage.tokens == "loss"
             stored.append(len(kept_positions(row.loss_mask, storage.context)) if loss else len(row.input_ids))
             same = as_stored(row.input_ids, row.loss_mask, storage.tokens, storage.context).astype(np.int32, copy=False)
             keys.append(key(same) if share else len(keys))
             continue
         rejected += 1
+        reasons[row.reason] += 1
         unnamed += lacks_id(row)
         if len(bad) < BAD_ROWS_SHOWN:
             bad.append(row)
@@ -153,9 +166,18 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
     if not lengths:
         hint = f"; {ADD_IDS}" if rejected and unnamed == rejected else ""
         raise RunError("dataset_empty", f"{loaded.dataset} has no usable row; expected at least one{hint}")
+    if not counted and loaded.config.dataset.zero_masks == "refuse":
+        raise RunError("mask_empty", NOTHING_COUNTS.format(samples=len(lengths)))
     tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
     rows = np.frombuffer(stored, np.int64)
-    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected)
+    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected, dict(sorted(reasons.items())))
+
+
+def _accepted(result: Plan, reasons: dict[str, int]) -> list[str]:
+    """Rows in, and what became of them: the sum of both is all of them."""
+    accepted = result.samples + result.shared
+    rejected = "".join(f" + {count} {reason}" for reason, count in reasons.items())
+    return [f"rows       {accepted + sum(reasons.values())} = {accepted} accepted{rejected}"]
 
 
 def _nothing_left(as_json: bool, counts: Counts | None) -> int:

@@ -1,4 +1,4 @@
-"""Datasets: JSONL of tokenised rows or of conversations, one adapter a file, behind `ports.Dataset`."""
+"""Datasets: files of tokenised rows, of conversations or of text, one adapter a form, behind `ports.Dataset`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from hsx.errors import RunError
 if TYPE_CHECKING:
     from hsx.config import Config
     from hsx.core.spec import ModelShape
-    from hsx.datasets.jsonl import JsonlFile
+    from hsx.datasets.fields import Columns
+    from hsx.datasets.rows import Limits, Naming, Records
+    from hsx.datasets.sources import Source
     from hsx.ports import Dataset
 
+Format = Literal["tokens", "chat", "text"]
 SERVER_MARGIN: Final = 8
 """Tokens of the context that SGLang keeps for itself (6 or 7, by version), rounded up."""
 
@@ -27,60 +30,101 @@ def longest_allowed(config: Config, shape: ModelShape) -> int:
     return config.dataset.max_tokens or max(1, shape.context_length - SERVER_MARGIN)
 
 
-def open_dataset(config: Config, shape: ModelShape) -> Dataset:
+def open_source(config: Config) -> Source:
+    """The files that the job file names. Raises RunError `dataset_unreadable`."""
+    from hsx.datasets.sources import Source, find_files
+
+    return Source(find_files(Path(config.dataset.path)))
+
+
+def naming_of(config: Config) -> Naming:
+    """What the job file calls the fields."""
+    from hsx.datasets.fields import Columns
+    from hsx.datasets.rows import Naming
+
+    return Naming(Columns(**config.dataset.columns), config.dataset.ids == "number")
+
+
+def open_dataset(config: Config, shape: ModelShape, source: Source | None = None) -> Dataset:
     """The dataset that the job file names; with format `auto` this reads as far as the first row that tells.
 
+    Args:
+        config: the job file.
+        shape: the model's.
+        source: the dataset's files, where they were opened already.
+
     Raises:
-        RunError: `dataset_unreadable` where the file cannot be opened; `dataset_empty` where `auto` finds no row of a known
-            form; `chat_unavailable` where conversations cannot be tokenised.
+        RunError: `dataset_unreadable` where a file cannot be opened; `dataset_empty` where `auto` finds no row of a known
+            form; `chat_unavailable` where text cannot be tokenised; `dependency_missing` without the extra `parquet`.
     """
-    from hsx.datasets.jsonl import JsonlFile
     from hsx.datasets.rows import Limits
 
-    file = JsonlFile(Path(config.dataset.path))
     if config.storage.tokens == "loss":
         from hsx.datasets.masked import MaskedRows
 
         whole = msgspec.structs.replace(config, storage=msgspec.structs.replace(config.storage, tokens="all", context=0))
-        return MaskedRows(open_dataset(whole, shape))
-    limits = Limits(shape.vocab_size, longest_allowed(config, shape))
-    kind = detect_format(file) if config.dataset.format == "auto" else config.dataset.format
+        return MaskedRows(open_dataset(whole, shape, source))
+    source = source or open_source(config)
+    naming = naming_of(config)
+    limits = Limits(shape.vocab_size, longest_allowed(config, shape), config.dataset.too_long)
+    kind = detect_format(source, naming.columns) if config.dataset.format == "auto" else config.dataset.format
     if kind == "tokens":
         from hsx.datasets.tokens import TokenRows
 
-        return TokenRows(file, limits)
+        return TokenRows(source, limits, naming)
+    if kind == "text":
+        return _open_text(config, source, limits, naming)
     from hsx.datasets.chat import ChatRows
-    from hsx.datasets.template import ChatTemplate
+    from hsx.datasets.template import ChatTemplate, Style
 
-    template = Path(config.dataset.chat_template) if config.dataset.chat_template else None
-    return ChatRows(file, limits, ChatTemplate(Path(config.model.path), template))
+    chosen = config.dataset
+    template = Path(chosen.chat_template) if chosen.chat_template else None
+    style = Style(chosen.thinking, chosen.loss_on == "last", chosen.template_args)
+    return ChatRows(source, limits, ChatTemplate(Path(config.model.path), template, style), naming, chosen.roles)
 
 
-def detect_format(file: JsonlFile) -> Literal["tokens", "chat"]:
-    """The format of the first row that has `input_ids`, `conversations` or `messages`; rows before it are passed over.
+def _open_text(config: Config, source: Source, limits: Limits, naming: Naming) -> Dataset:
+    from hsx.datasets.text import TextRows
+    from hsx.datasets.tokenizer import RawTokenizer
+
+    markers = config.dataset.text_markers
+    pair = (markers[0], markers[1]) if markers else None
+    return TextRows(source, limits, RawTokenizer(Path(config.model.path)), pair, naming)
+
+
+def form_of(names: set[str], columns: Columns) -> Format | None:
+    """The form of a row with these fields, where it has one."""
+    if columns.input_ids in names:
+        return "tokens"
+    if columns.messages in names or columns.conversations in names:
+        return "chat"
+    return "text" if columns.text in names else None
+
+
+def detect_format(source: Records, columns: Columns | None = None) -> Format:
+    """The format of the first row that has token ids, a conversation or text; rows before it are passed over.
 
     Raises:
         RunError: `dataset_empty` where no row has any of them, `dataset_unreadable`.
     """
-    from hsx.datasets.rows import Bad, fields_of
+    from hsx.datasets.fields import Bad, Columns
 
+    columns = columns or Columns()
     lines = 0
     seen: list[str] | None = None
-    for _, line in file.lines():
+    for _, fields in source.records():
         lines += 1
-        try:
-            fields = fields_of(line)
-        except Bad:
+        if isinstance(fields, Bad):
             continue
-        seen = list(fields) if seen is None else seen
-        if "input_ids" in fields:
-            return "tokens"
-        if "conversations" in fields or "messages" in fields:
-            return "chat"
+        names = fields.types()
+        seen = list(names) if seen is None else seen
+        if found := form_of(set(names), columns):
+            return found
+    known = ", ".join(map(repr, (columns.input_ids, columns.conversations, columns.messages)))
     raise RunError(
         "dataset_empty",
-        f"{file.path}: none of {lines} row{'' if lines == 1 else 's'} has a field 'input_ids', 'conversations' or 'messages'"
-        + _found(seen),
+        f"{getattr(source, 'path', 'the dataset')}: none of {lines} row{'' if lines == 1 else 's'} has a field {known} or "
+        f"{columns.text!r}{_found(seen)}",
     )
 
 

@@ -11,6 +11,7 @@ import re
 import zlib
 from typing import TYPE_CHECKING, Final
 
+from hsx.datasets.fields import Bad, JsonFields
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
@@ -36,9 +37,19 @@ class JsonlFile:
         path: the file; lines end with LF or CRLF, a UTF-8 byte order mark is allowed, blank lines are skipped.
     """
 
+    kind: Final = "jsonl"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._digest: str | None = None
+
+    def records(self) -> Iterator[tuple[int, JsonFields | Bad]]:
+        """Each line that is not blank, with its number, as fields or as what is wrong with it. Raises what `lines` raises."""
+        for number, line in self.lines():
+            try:
+                yield number, JsonFields(line)
+            except Bad as bad:
+                yield number, bad
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Each line that is not blank, with its 1-based number in the (decompressed) file and without its line end.

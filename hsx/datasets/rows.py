@@ -1,15 +1,15 @@
-"""What both row formats share: fields of a JSON line, the id, token checks, and duplicate detection."""
+"""What all row formats share: the id, token checks, cutting what is too long, and duplicate detection."""
 
 from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-import msgspec
 import numpy as np
 
+from hsx.datasets.fields import Bad, Columns, Fields, excerpt
 from hsx.ports import BadRow, Row
 
 if TYPE_CHECKING:
@@ -17,25 +17,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.datasets.jsonl import JsonlFile
-
 LONGEST_ID: Final = 1024  # bytes of UTF-8
 SEEN_CACHE_KIB: Final = 32 << 10
-_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+STANDARD: Final = Columns()
 
 
-class Bad(Exception):  # noqa: N818 - a row's verdict on its way to becoming a BadRow, not an error of the program
-    """This row cannot be used.
+class Records(Protocol):
+    """What rows are read from: one file, or all files of a dataset."""
 
-    Args:
-        reason: one of the reasons of `hsx.ports.BadRow`.
-        message: expected and found.
-    """
+    def records(self) -> Iterator[tuple[int, Fields | Bad]]:
+        """Each row with its number, in order."""
+        ...
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
+    def sha256(self) -> str:
+        """The hash of the content."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,62 +41,70 @@ class Limits:
     Attributes:
         vocab_size: ids are valid in [0, vocab_size).
         max_tokens: longest sample, in tokens.
+        too_long: what becomes of a longer one: `reject`; `left` or `right` cuts tokens off that end; `turns` keeps whole turns
+            from the beginning: it cuts after the last token that counts for the loss and is followed by one that does not.
     """
 
     vocab_size: int
     max_tokens: int
+    too_long: Literal["reject", "left", "right", "turns"] = "reject"
+
+    def fingerprint(self) -> dict[str, str]:
+        """The limits; the policy only where it is not the default, which older jobs had."""
+        policy = {"dataset.too_long": self.too_long} if self.too_long != "reject" else {}
+        return {"dataset.max_tokens": str(self.max_tokens), "dataset.vocab_size": str(self.vocab_size), **policy}
 
 
-def fields_of(line: bytes) -> dict[str, msgspec.Raw]:
-    """The undecoded fields of a JSON object; of duplicate keys the last one. Raises Bad `not_json` or `bad_type`."""
-    try:
-        return _FIELDS.decode(line)
-    except msgspec.ValidationError as error:
-        raise Bad("bad_type", f"the line is not a JSON object: {error}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        # Decoders call the missing half of a surrogate pair anything from truncated to malformed.
-        hint = " (a lone surrogate?)" if b"\\ud" in line.lower() else ""
-        raise Bad("not_json", f"{error}{hint}; the line begins with {_excerpt(line)}") from error
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How fields are called.
+
+    Attributes:
+        columns: the fields' names.
+        number_ids: the id is the row's place in the dataset, from 0, and no field.
+    """
+
+    columns: Columns = STANDARD
+    number_ids: bool = False
+
+    def fingerprint(self) -> dict[str, str]:
+        """What differs from the defaults, so that a job that was begun before there were other names goes on."""
+        names = {
+            f"dataset.columns.{name}": getattr(self.columns, name)
+            for name in Columns.__slots__
+            if getattr(self.columns, name) != getattr(STANDARD, name)
+        }
+        return names | ({"dataset.ids": "number"} if self.number_ids else {})
 
 
-def value_of(fields: dict[str, msgspec.Raw], name: str) -> Any:  # noqa: ANN401 - JSON is any of several types
-    """The decoded value of a field. Raises Bad `missing_field` (also for null), `not_json` (such as a lone surrogate)."""
-    raw = fields.get(name)
-    if raw is None or bytes(raw) == b"null":
-        raise Bad("missing_field", f"field {name!r} is {'missing' if raw is None else 'null'}")
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        found = _excerpt(bytes(raw))
-        raise Bad(
-            "not_json", f"field {name!r} cannot be decoded (a lone surrogate or a huge number): {error}; {found}"
-        ) from error
-
-
-def id_of(fields: dict[str, msgspec.Raw]) -> str:
+def id_of(fields: Fields, name: str) -> str:
     """The row's id as text: a non-empty string, or an integer in decimal. Raises Bad `missing_field` or `bad_type`."""
-    value = value_of(fields, "id")
+    value = fields.value(name)
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Bad("bad_type", f"field 'id' is {_shown(value)}; expected a string or an integer")
+        raise Bad("bad_type", f"field {name!r} is {_shown(value)}; expected a string or an integer")
     text = str(value)
     if not text:
-        raise Bad("missing_field", "field 'id' is an empty string")
-    if len(text.encode()) > LONGEST_ID:
-        raise Bad("bad_type", f"field 'id' has {len(text.encode())} bytes; expected at most {LONGEST_ID}")
+        raise Bad("missing_field", f"field {name!r} is an empty string")
+    try:
+        nbytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise Bad("bad_type", f"field {name!r} is not valid text: {error}") from error
+    if nbytes > LONGEST_ID:
+        raise Bad("bad_type", f"field {name!r} has {nbytes} bytes; expected at most {LONGEST_ID}")
     return text
 
 
-def checked_ids(ids: list[int], limits: Limits) -> NDArray[np.int32]:
+def checked_ids(ids: list[int] | NDArray[np.int64], limits: Limits) -> NDArray[np.int32]:
     """int32 [tokens] of ids that the server survives. Raises Bad `empty`, `too_long` or `out_of_vocabulary`.
 
     An id outside the vocabulary is not refused by the server but kills it, so this check is what keeps a job alive.
     """
-    if not ids:
+    if not len(ids):
         raise Bad("empty", "the row has no tokens; expected at least one")
-    if len(ids) > limits.max_tokens:
+    if limits.too_long == "reject" and len(ids) > limits.max_tokens:
         raise Bad("too_long", f"the row has {len(ids)} tokens; expected at most {limits.max_tokens}")
     try:
-        wide = np.array(ids, dtype=np.int64)
+        wide = np.asarray(ids, dtype=np.int64)
     except OverflowError:
         wide = None
     # As unsigned numbers negative ids are huge, so one pass finds both kinds.
@@ -108,6 +112,28 @@ def checked_ids(ids: list[int], limits: Limits) -> NDArray[np.int32]:
         at = next(i for i, token in enumerate(ids) if not 0 <= token < limits.vocab_size)
         raise Bad("out_of_vocabulary", f"input_ids[{at}] is {ids[at]}; expected 0 to {limits.vocab_size - 1}")
     return wide.astype(np.int32)
+
+
+def fitted(sample_id: str, ids: NDArray[np.int32], mask: NDArray[np.uint8], limits: Limits, line: int) -> Row:
+    """The row, cut to the longest sample allowed, ids and mask together.
+
+    Raises Bad `too_long` where it cannot be cut: no turn ends in time, or nothing is left that counts for the loss.
+    """
+    tokens, most = len(ids), limits.max_tokens
+    if tokens <= most:
+        return Row(sample_id, ids, mask, line)
+    start, stop = 0, most
+    if limits.too_long == "left":
+        start, stop = tokens - most, tokens
+    elif limits.too_long == "turns":
+        ends = np.flatnonzero((mask[:most] == 1) & (mask[1 : most + 1] == 0))
+        if not len(ends):
+            raise Bad("too_long", f"the row has {tokens} tokens, and no turn of the assistant ends within {most}")
+        stop = int(ends[-1]) + 1
+    kept = mask[start:stop]
+    if mask.any() and not kept.any():
+        raise Bad("too_long", f"the row has {tokens} tokens; cut to {stop - start}, none is left that counts for the loss")
+    return Row(sample_id, ids[start:stop], kept, line, tokens - (stop - start))
 
 
 class SeenIds:
@@ -132,43 +158,44 @@ class SeenIds:
         self._db.close()
 
 
-def rows_of(file: JsonlFile, parse: Callable[[str, dict[str, msgspec.Raw], int], Row]) -> Iterator[Row | BadRow]:
-    """All rows of a file, in its order.
+def rows_of(source: Records, parse: Callable[[str, Fields, int], Row], naming: Naming) -> Iterator[Row | BadRow]:
+    """All rows of a dataset, in its order.
 
     Args:
-        file: the dataset.
+        source: the dataset's files.
         parse: makes a row of its id, its fields and its line's number, or raises Bad.
+        naming: where the id is.
     """
+    where = getattr(source, "where", "line {}".format) if getattr(source, "several", False) else None
     with closing(SeenIds()) as seen:
-        for line, text in file.lines():
+        for place, (line, fields) in enumerate(source.records()):
             sample_id = ""
             row: Row | Bad
             try:
-                fields = fields_of(text)
-                sample_id = id_of(fields)
+                if isinstance(fields, Bad):
+                    raise fields
+                sample_id = str(place) if naming.number_ids else id_of(fields, naming.columns.id)
                 row = parse(sample_id, fields, line)
             except Bad as bad:
                 row = bad
-            yield judged(line, sample_id, seen, row)
+            yield judged(line, sample_id, seen, row, where)
 
 
-def judged(line: int, sample_id: str, seen: SeenIds, row: Row | Bad) -> Row | BadRow:
+def judged(line: int, sample_id: str, seen: SeenIds, row: Row | Bad, where: Callable[[int], str] | None = None) -> Row | BadRow:
     """The final verdict on a row: what its format said, and whether its id came before.
 
     Ids of bad rows count as seen, too: a later row of the same id is then reported, not quietly taken in its place.
     """
     first = seen.add(sample_id, line) if sample_id else None
+    if first is None and not isinstance(row, Bad):
+        return row
+    place = f" ({where(line)})" if where else ""
     if isinstance(row, Bad):
-        return BadRow(line, sample_id, row.reason, row.message)
-    if first is not None:
-        return BadRow(line, sample_id, "duplicate_id", f"id {_excerpt(sample_id.encode())} was used in line {first} already")
-    return row
-
-
-def _excerpt(text: bytes, longest: int = 60) -> str:
-    shown = text[:longest].decode("utf-8", "replace")
-    return repr(shown) + ("..." if len(text) > longest else "")
+        return BadRow(line, sample_id, row.reason, row.message + place)
+    earlier = where(first) if where and first is not None else f"line {first}"
+    message = f"id {excerpt(sample_id.encode())} was used in {earlier} already"
+    return BadRow(line, sample_id, "duplicate_id", message + place)
 
 
 def _shown(value: object) -> str:
-    return f"{_excerpt(repr(value).encode())} ({type(value).__name__})"
+    return f"{excerpt(repr(value).encode())} ({type(value).__name__})"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from hsx.commands.toml_text import to_toml
+from hsx.config import Config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,3 +51,24 @@ def write_job(folder: Path, changes: dict[str, Any] | None = None) -> Path:
     job = folder / "job.toml"
     job.write_text(to_toml(document), encoding="utf-8")
     return job
+
+
+def dataset_config(path: Path, model: Path | str = "model", **dataset: Any) -> Config:  # noqa: ANN401 - any key of the section
+    """A job file's config of which only dataset and model matter.
+
+    Args:
+        path: the dataset.
+        model: the model's folder.
+        dataset: further keys of the section.
+    """
+    return msgspec.convert(
+        {
+            "job": {"name": "j", "store": "s"},
+            "model": {"path": str(model)},
+            "dataset": {"path": str(path), **dataset},
+            "capture": {"layers": [1]},
+            "staging": {"dump_dir": "d"},
+            "roots": [{"name": "a", "path": "a"}],
+        },
+        Config,
+    )

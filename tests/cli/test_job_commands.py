@@ -284,7 +284,7 @@ def test_plan_advises_ids_where_no_row_has_one(tmp_path: Path, screen: Screen) -
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1]}\n{"id": null, "input_ids": [2]}\n', encoding="utf-8")
     assert main(["plan", str(job)]) == ExitCode.REFUSED
     first = screen.error().splitlines()[0]
-    assert "has 2 bad rows; no row has an 'id': add a field 'id' to every row" in first
+    assert "has 2 bad rows; no row has an 'id': name the field" in first
     assert "on_bad_row" not in first
     assert main(["plan", str(write_skipping(tmp_path))]) == ExitCode.REFUSED
     assert "expected at least one; no row has an 'id'" in screen.error()

@@ -252,7 +252,11 @@ def test_a_place_on_a_read_only_file_system(folder: Path) -> None:
     ("changes", "key", "words"),
     [
         ({"dataset": {"path": "none.jsonl"}}, "dataset.path", "does not exist"),
-        ({"dataset": {"path": "model"}}, "dataset.path", "is a folder; expected a JSONL file"),
+        ({"dataset": {"path": "root-a"}}, "dataset.path", "is a folder without a data file; expected files ending in .jsonl"),
+        ({"dataset": {"path": "rows.jso*.gz"}}, "dataset.path", "no file is called so"),
+        ({"dataset": {"columns": {"ids": "x"}}}, "dataset.columns", "has the key 'ids'; expected one of id, input_ids"),
+        ({"dataset": {"columns": {"id": ""}}}, "dataset.columns", "id is ''; expected the name of a field"),
+        ({"dataset": {"text_markers": ["a"]}}, "dataset.text_markers", "expected two texts"),
         ({"dataset": {"chat_template": "none.jinja"}}, "dataset.chat_template", "is not a file"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "no/python"}}, "engine.python", "does not exist"),
         ({"engine": {"ownership": "spawn", "kind": "reference", "python": "rows.jsonl"}}, "engine.python", "does not exist"),

@@ -57,7 +57,7 @@ def indexing(tmp_path: Path) -> Indexing:
 
 def test_clean_dataset(indexing: Indexing, write: Write) -> None:
     summary = indexing.run(write(GOOD))
-    assert summary == IndexSummary(samples=3, tokens=9, longest=5, rejected=0, histogram={1: 1, 4: 1, 8: 1})
+    assert summary == IndexSummary(samples=3, tokens=9, longest=5, rejected=0, histogram={1: 1, 4: 1, 8: 1}, counted=9)
     table = TokenTable(indexing.group)
     assert [table.input_ids(index).tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     assert indexing.rejected == []
@@ -87,7 +87,7 @@ def test_refusing_lists_every_bad_row_and_writes_no_index(indexing: Indexing, wr
 def test_rows_without_ids_are_not_to_be_skipped_but_named(indexing: Indexing, write: Write) -> None:
     path = write(b'{"input_ids": [1]}\n{"input_ids": [2]}\n')
     for skip, kind in ((False, "dataset_rejected"), (True, "dataset_empty")):
-        with pytest.raises(RunError, match="no row has an 'id': add a field 'id' to every row") as caught:
+        with pytest.raises(RunError, match="no row has an 'id': name the field") as caught:
             indexing.run(path, skip=skip)
         assert caught.value.kind == kind
         assert "on_bad_row" not in caught.value.message

@@ -38,9 +38,9 @@ def line(**fields: Any) -> bytes:
 def parts(template: ChatTemplate, row: Row | BadRow) -> tuple[str, str]:
     """The whole text of a row, and the masked part of it."""
     assert isinstance(row, Row), row
-    decode = template._tokenizer.decode
+    decode = template.tokenizer.decode
     masked = [int(token) for token, kept in zip(row.input_ids, row.loss_mask, strict=True) if kept]
-    return decode(row.input_ids.tolist(), skip_special_tokens=False), decode(masked, skip_special_tokens=False)
+    return decode(row.input_ids.tolist()), decode(masked)
 
 
 def test_messages_and_conversations_give_the_same_row(write: Write, template: ChatTemplate) -> None:
@@ -109,9 +109,9 @@ BAD: list[tuple[bytes, str, str]] = [
     (line(messages=[{"role": "user"}]), "bad_chat", "NoneType as content"),
     (line(messages=[{"role": "user", "content": 7}]), "bad_chat", "int as content"),
     (line(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "bad_chat", "not text"),
-    (line(messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}]), "bad_chat", "tool_calls"),
-    (line(messages=[{"role": "assistant", "content": "x", "reasoning_content": "y"}]), "bad_chat", "reasoning_content"),
-    (line(messages=[USER], tools=[{"name": "f"}]), "bad_chat", "'tools' is set"),
+    (line(messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}]), "bad_chat", "calls None; expected the name"),
+    (line(messages=[{"role": "assistant", "content": "x", "reasoning_content": "y"}]), "bad_chat", "leaves out the thinking"),
+    (line(messages=[USER], tools=[{"name": "f"}]), "bad_chat", "leaves out the declared function 'f'"),
     (b'{"id": "a", "messages": [{"role": "user", "content": "\\ud800"}]}', "not_json", "lone surrogate"),
     (b'{"id": "a", "messages": [{"role": "user", "content": "\\udc00 x"}]}', "not_json", "surrogate"),
     (line(messages=[{"role": "user", "content": "x" * 400}]), "too_long", "expected at most 400"),

@@ -12,9 +12,13 @@ import pytest
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_index.py"
 
 
-def measure(rows: int) -> dict[str, float]:
+def measure(rows: int, *more: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, str(BENCH), "--rows", str(rows), "--json"], capture_output=True, text=True, check=True, timeout=500
+        [sys.executable, str(BENCH), "--rows", str(rows), "--json", *more],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=500,
     )
     result: dict[str, float] = json.loads(done.stdout)
     return result
@@ -32,3 +36,11 @@ def test_a_million_rows_take_little_more_memory_than_ten_thousand() -> None:
 @pytest.mark.slow
 def test_bench_runs_on_a_few_rows() -> None:
     assert measure(500)["tokens"] == 4226
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_of_a_table_stay_below_half_a_gigabyte() -> None:
+    result = measure(100_000, "--form", "parquet")
+    assert (result["rows"], result["tokens"]) == (100_000, 850_000)
+    assert result["rss_peak_mb"] < 500

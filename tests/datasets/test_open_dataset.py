@@ -52,17 +52,17 @@ def test_format_is_told_from_the_first_row_that_tells(write: Write, content: byt
     assert detect_format(JsonlFile(write(content))) == expected
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"id": 1, "text": "x"}\n[]\n'])
+@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"id": 1, "body": "x"}\n[]\n'])
 def test_file_without_any_known_row(write: Write, tmp_path: Path, content: bytes) -> None:
     path = write(content)
-    with pytest.raises(RunError, match="'input_ids', 'conversations' or 'messages'") as caught:
+    with pytest.raises(RunError, match="'input_ids', 'conversations', 'messages' or 'text'") as caught:
         open_dataset(config(path, tmp_path), SHAPE)
     assert caught.value.kind == "dataset_empty"
 
 
 def test_fields_of_the_first_row_are_named(write: Write) -> None:
-    with pytest.raises(RunError, match=r"none of 2 rows .*; the first row has 'id', 'text'$"):
-        detect_format(JsonlFile(write(b'{"id": 1, "text": "x"}\n{"other": 1}\n')))
+    with pytest.raises(RunError, match=r"none of 2 rows .*; the first row has 'id', 'body'$"):
+        detect_format(JsonlFile(write(b'{"id": 1, "body": "x"}\n{"other": 1}\n')))
     wide = b"{" + b", ".join(b'"f%d": 0' % number for number in range(20)) + b"}"
     with pytest.raises(RunError, match=r"none of 1 row .* 'f11' and 8 more$"):
         detect_format(JsonlFile(write(wide)))

@@ -1,0 +1,125 @@
+"""`hsx preview`: some samples, with what counts for the loss in colour, and numbers over many. Reads only; needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from hsx.commands.output import emit, emit_json, plural
+from hsx.config_load import load
+from hsx.datasets import open_dataset
+from hsx.datasets.sniff import Sniffed, sniff
+from hsx.datasets.tokenizer import RawTokenizer
+from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
+from hsx.index import NOTHING_COUNTS
+from hsx.model_config import read_model_shape
+from hsx.preview import Preview, pieces, take
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hsx.ports import Row
+
+GREEN: Final = "\x1b[30;42m"
+PLAIN: Final = "\x1b[0m"
+LONGEST_SHOWN: Final = 4000
+"""Characters of a piece that are shown."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the preview. Refused (`mask_empty`, `dataset_empty`) where nothing of what was read could be used."""
+    loaded = load(args.job)
+    shape = read_model_shape(loaded.model)
+    seen = sniff(loaded.config)
+    found = take(open_dataset(loaded.config, shape), args.rows, args.samples)
+    decode = _decoder(loaded.model)
+    if args.json:
+        emit_json(_document(seen, found, decode))
+    else:
+        colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        emit(_text(seen, found, decode, colour=colour))
+    if not found.accepted:
+        raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
+    if not found.counted and loaded.config.dataset.zero_masks == "refuse":
+        raise RunError("mask_empty", NOTHING_COUNTS.format(samples=found.accepted))
+    return ExitCode.DONE
+
+
+def _decoder(model: Path) -> Callable[[list[int]], str] | None:
+    """Text of ids, where the model's folder has a tokenizer: a tokenised dataset needs none."""
+    try:
+        return RawTokenizer(model).decode
+    except RunError:
+        return None
+
+
+def _document(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    return {
+        "dataset": asdict(seen),
+        "rows": found.rows,
+        "complete": found.complete,
+        "accepted": found.accepted,
+        "rejected": dict(sorted(found.reasons.items())),
+        "tokens": found.tokens,
+        "counted": found.counted,
+        "unmasked": found.unmasked,
+        "cut": found.cut,
+        "lengths": found.quantiles(),
+        "bad": [asdict(row) for row in found.bad],
+        "samples": [
+            {
+                "id": row.sample_id,
+                "line": row.line,
+                "tokens": len(row.input_ids),
+                "pieces": [{"text": text, "counts": counts} for text, counts in pieces(row, decode)],
+            }
+            for row in found.samples
+        ],
+    }
+
+
+def _text(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] | None, *, colour: bool) -> str:
+    rejected = "".join(f" + {count} {reason}" for reason, count in sorted(found.reasons.items()))
+    more = "" if found.complete else "; there are more rows, see --rows"
+    share = 100 * found.counted / found.tokens if found.tokens else 0.0
+    lengths = ", ".join(f"{name} {tokens}" for name, tokens in found.quantiles().items())
+    lines = [
+        *seen.lines(),
+        f"rows       {found.rows} = {found.accepted} accepted{rejected}{more}",
+        f"tokens     {found.tokens}, of which {found.counted} count for the loss ({share:.1f} %)"
+        + (f"; {lengths}" if lengths else ""),
+    ]
+    if found.unmasked:
+        lines.append(f"note       {plural(found.unmasked, 'usable row')} without any token that counts")
+    if found.cut:
+        lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
+    lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
+    for row in found.samples:
+        lines += ["", _head(row), _shown(row, decode, colour=colour)]
+    if found.samples:
+        lines += ["", "what counts for the loss is " + ("green" if colour else "between [[ and ]]")]
+    return "\n".join(lines)
+
+
+def _head(row: Row) -> str:
+    counted = int(row.loss_mask.sum())
+    cut = f", {row.cut} more were cut off" if row.cut else ""
+    return f"--- {row.sample_id!r}, line {row.line}: {plural(len(row.input_ids), 'token')}, {counted} count{cut}"
+
+
+def _shown(row: Row, decode: Callable[[list[int]], str] | None, *, colour: bool) -> str:
+    begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")
+    parts = []
+    for text, counts in pieces(row, decode):
+        shown = (
+            text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text) - LONGEST_SHOWN} characters more)"
+        )
+        # A dataset's text must not steer the terminal.
+        clean = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in shown)
+        parts.append(f"{begin}{clean}{end}" if counts else clean)
+    return "".join(parts)

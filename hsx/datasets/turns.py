@@ -1,0 +1,174 @@
+"""The turns of a conversation, out of all the forms that datasets write them in.
+
+Each message is normalised by itself, by the tables below: datasets mix forms from row to row, and even within a row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from hsx.datasets.fields import Bad, Columns, Fields
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROLES: Final[dict[str, str]] = {
+    **dict.fromkeys(("human", "prompter", "Human", "User", "USER"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "chatgpt", "Assistant", "ASSISTANT"), "assistant"),
+    **dict.fromkeys(("System", "SYSTEM"), "system"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+"""What other names of roles mean; a role that is not here goes to the template as it is, which must render it."""
+ROLE_FIELDS: Final = ("role", "from", "speaker")
+CONTENT_FIELDS: Final = ("content", "value", "text")
+THINKING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+CALL_ROLES: Final = ("function_call", "tool_call")
+"""ShareGPT's roles of a turn whose text is a call, in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function: its name and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn.
+
+    Attributes:
+        role: as the template knows it.
+        content: its text; "" for none.
+        thinking: what the assistant thought, where the dataset has it in a field of its own.
+        calls: what the assistant calls.
+        name: the function whose result this is, where the dataset says it.
+        call_id: the call whose result this is, likewise.
+    """
+
+    role: str
+    content: str
+    thinking: str = ""
+    calls: tuple[Call, ...] = ()
+    name: str = ""
+    call_id: str = ""
+
+
+def turns_of(fields: Fields, columns: Columns, roles: Mapping[str, str]) -> list[Turn]:
+    """The turns of a row: `messages` if it has that field, else `conversations`.
+
+    Args:
+        fields: the row.
+        columns: how its fields are called.
+        roles: names of roles beside `ROLES`, or instead of what those say.
+
+    Raises Bad: `missing_field`, `bad_type`, `empty` (no turns), `bad_chat` (a turn that hsx cannot take).
+    """
+    name = columns.messages if columns.messages in fields.types() else columns.conversations
+    value = fields.value(name)
+    if not isinstance(value, list):
+        raise Bad("bad_type", f"field {name!r} is a {type(value).__name__}; expected a list of turns")
+    if not value:
+        raise Bad("empty", f"field {name!r} has no turns; expected at least one")
+    return [_turn(number, turn, roles) for number, turn in enumerate(value, 1)]
+
+
+def tools_of(fields: Fields, columns: Columns) -> list[dict[str, Any]]:
+    """The functions that the row declares: a list of objects, or the same as JSON text. Raises Bad `bad_chat`."""
+    if not fields.has(columns.tools):
+        return []
+    value = fields.value(columns.tools)
+    if isinstance(value, str):
+        value = _parsed(value, f"field {columns.tools!r}") if value.strip() else []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Bad("bad_chat", f"field {columns.tools!r} is not a list of objects; expected one for each function")
+    return value
+
+
+def _turn(number: int, turn: object, roles: Mapping[str, str]) -> Turn:
+    if not isinstance(turn, dict):
+        raise Bad("bad_type", f"turn {number} is a {type(turn).__name__}; expected an object with role and content")
+    given = _first(turn, ROLE_FIELDS)
+    if not isinstance(given, str) or not given:
+        raise Bad("bad_chat", f"turn {number} has the role {given!r}; expected 'role' or 'from' with a name")
+    role = roles.get(given, ROLES.get(given, given))
+    content = _first(turn, CONTENT_FIELDS)
+    if isinstance(content, list):
+        content = _joined(number, content)
+    calls = _calls(number, turn)
+    if given in CALL_ROLES and isinstance(content, str) and not calls:
+        return Turn(role, "", calls=tuple(_call(number, call) for call in _as_list(_parsed(content, f"turn {number}"))))
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise Bad(
+            "bad_chat", f"turn {number} has a {type(content).__name__} as content; expected 'content' or 'value' with text"
+        )
+    thinking = _first(turn, THINKING_FIELDS) or ""
+    if not isinstance(thinking, str):
+        raise Bad("bad_chat", f"turn {number} has a {type(thinking).__name__} as thinking; expected text")
+    return Turn(role, content, thinking, calls, _text(turn.get("name")), _text(turn.get("tool_call_id")))
+
+
+def _first(turn: Mapping[str, Any], names: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON is any of several types
+    """The first of these fields that is not null."""
+    return next((turn[name] for name in names if turn.get(name) is not None), None)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _joined(number: int, parts: list[object]) -> str:
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not (isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+            raise Bad("bad_chat", f"turn {number} has a content part that is not text; expected parts of type 'text' only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(number: int, turn: Mapping[str, Any]) -> tuple[Call, ...]:
+    value = turn.get("tool_calls") or turn.get("function_call")
+    if not value:
+        return ()
+    if isinstance(value, str):
+        value = _parsed(value, f"turn {number}: its calls")
+    return tuple(_call(number, call) for call in _as_list(value))
+
+
+def _call(number: int, call: object) -> Call:
+    if not isinstance(call, dict):
+        raise Bad("bad_chat", f"turn {number} has a {type(call).__name__} as a call; expected an object")
+    inner = call.get("function")
+    function = inner if isinstance(inner, dict) else call
+    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+    if not isinstance(name, str) or not name:
+        raise Bad("bad_chat", f"turn {number} calls {name!r}; expected the name of a function")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"turn {number}: the arguments of {name!r}") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise Bad("bad_chat", f"turn {number} calls {name!r} with a {type(arguments).__name__}; expected an object")
+    return Call(name, arguments, _text(call.get("id")))
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _parsed(text: str, what: str) -> Any:  # noqa: ANN401 - JSON is any of several types
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Bad("bad_chat", f"{what} is not JSON: {error}") from error

@@ -1,0 +1,96 @@
+"""What becomes of a dataset's rows, before anything runs: numbers over many, and the text of some."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hsx.ports import BadRow, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hsx.ports import Dataset
+
+BAD_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Preview:
+    """Numbers over the rows that were read.
+
+    Attributes:
+        rows: read.
+        complete: whether these are all rows of the dataset.
+        accepted: usable rows.
+        reasons: bad rows for each reason; these and `accepted` are `rows`.
+        tokens: of all usable rows.
+        counted: tokens that count for the loss.
+        unmasked: usable rows of which no token counts.
+        cut: usable rows that were cut, because they were too long.
+        lengths: tokens of each usable row.
+        samples: some usable rows, the first ones.
+        bad: the first bad rows.
+    """
+
+    rows: int = 0
+    complete: bool = True
+    accepted: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    counted: int = 0
+    unmasked: int = 0
+    cut: int = 0
+    lengths: list[int] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+
+    def quantiles(self) -> dict[str, int]:
+        """Tokens of the shortest, the median, the 95th of a hundred, and the longest row; empty without a usable row."""
+        if not self.lengths:
+            return {}
+        low, middle, high, most = np.quantile(self.lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
+        return {"shortest": int(low), "median": int(middle), "p95": int(high), "longest": int(most)}
+
+
+def take(dataset: Dataset, rows: int, samples: int) -> Preview:
+    """Reads up to `rows` rows, from the beginning, and keeps the first usable ones. Raises what the dataset raises."""
+    found = Preview()
+    for row in dataset:
+        if found.rows == rows:
+            found.complete = False
+            break
+        found.rows += 1
+        if isinstance(row, BadRow):
+            found.reasons[row.reason] += 1
+            if len(found.bad) < BAD_SHOWN:
+                found.bad.append(row)
+            continue
+        kept = int(np.count_nonzero(row.loss_mask))
+        found.accepted += 1
+        found.tokens += len(row.input_ids)
+        found.counted += kept
+        found.unmasked += not kept
+        found.cut += row.cut > 0
+        found.lengths.append(len(row.input_ids))
+        if len(found.samples) < samples:
+            found.samples.append(row)
+    return found
+
+
+def pieces(row: Row, decode: Callable[[list[int]], str] | None) -> Iterable[tuple[str, bool]]:
+    """The text of a row in pieces of tokens that all count, or all do not; without a tokenizer the ids.
+
+    Args:
+        row: the row.
+        decode: text of ids.
+    """
+    edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+    bounds = [0, *edges.tolist(), len(row.input_ids)]
+    for start, stop in pairwise(bounds):
+        ids = row.input_ids[start:stop].tolist()
+        yield decode(ids) if decode else " ".join(map(str, ids)), bool(row.loss_mask[start])

