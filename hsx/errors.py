@@ -69,6 +69,8 @@ KINDS: Final[dict[str, str]] = {
     "dependency_missing": "an optional package that this command needs is not installed",
     "serve_refused": "hsx serve was given server arguments under which capture would be wrong",
     "units_unwritable": "a unit file, or what belongs to it, cannot be written",
+    "export_refused": "the store cannot be exported so, or the folder holds something else",
+    "export_unwritable": "the folder of an export is full or cannot be written",
     "usage": "a command was called with arguments that make no sense together",
 }
 

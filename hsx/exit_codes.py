@@ -49,6 +49,7 @@ _BY_KIND: Final[dict[str, ExitCode]] = {
     "serve_refused": ExitCode.REFUSED,
     "sample_unknown": ExitCode.REFUSED,
     "store_sealed": ExitCode.REFUSED,
+    "export_refused": ExitCode.REFUSED,
     "incomplete": ExitCode.INCOMPLETE,
     "store_damaged": ExitCode.DAMAGED,
     "job_locked": ExitCode.LOCKED,

@@ -79,6 +79,7 @@ def build_store(
     roots: Sequence[str] = ("a", "b"),
     committed: int | None = None,
     input_ids: Sequence[NDArray[np.int32]] | None = None,
+    loss_masks: Sequence[NDArray[np.uint8]] | None = None,
     spec: CaptureSpec | None = None,
     direct: bool = True,
     codec: str = "none",
@@ -91,6 +92,7 @@ def build_store(
         roots: names of the roots.
         committed: only the first so many samples are written and shown; default: all.
         input_ids: ids of each sample; default: drawn from a vocabulary of 1000.
+        loss_masks: mask of each sample; default: every other token.
         spec: the capture spec; default: h_1 up to h_{L-1}, and post_norm.
         direct: use O_DIRECT where the file system has it.
         codec: how inner chunks are compressed.
@@ -99,7 +101,7 @@ def build_store(
     ids = [rng.integers(0, 1000, len(s), dtype=np.int32) for s in states] if input_ids is None else list(input_ids)
     with TokenTableWriter(folder / "store") as table:
         for index, sample in enumerate(ids):
-            mask = (np.arange(len(sample)) % 2).astype(np.uint8)
+            mask = (np.arange(len(sample)) % 2).astype(np.uint8) if loss_masks is None else loss_masks[index]
             table.add(Row(sample_id=f"sample-{index}", input_ids=sample, loss_mask=mask, line=index + 1))
         table.finish({"sha256": "none"}, {})
     _, vectors, width = states[0].shape
