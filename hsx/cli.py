@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import keyword
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from hsx import __version__
 from hsx.errors import ConfigError, HsxError
 from hsx.exit_codes import MEANINGS, ExitCode, of_error
 from hsx.export import FORMATS
+from hsx.ingest import SOURCES
 from hsx.journal import leads_to_journal, with_priority
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.command} takes no arguments after --")
     try:
         try:
-            return int(importlib.import_module(f"hsx.commands.{args.command.replace('-', '_')}").run(args))
+            return int(importlib.import_module(f"hsx.commands.{_module(args.command)}").run(args))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # at the interpreter's exit a reader that went away could only be complained of
@@ -64,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         sys.stderr.write(f"hsx: internal error {type(error).__name__}: {error}; please report it with the traceback above\n")
         return ExitCode.INTERNAL
+
+
+def _module(command: str) -> str:
+    """Name of a command's module; `import` is a word of the language."""
+    name = command.replace("-", "_")
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def _report(error: HsxError, verbose: int) -> None:
@@ -237,6 +245,33 @@ def build_parser() -> argparse.ArgumentParser:
         "--index-only", action="store_true", help="write ids and masks and no states, for trainers that read the store"
     )
     export.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    imports = commands.add_parser(
+        "import",
+        parents=[json, verbose],
+        help="make a store of hidden states that others have extracted, as far as they are sound",
+        epilog="kinds:\n" + "\n".join(f"  {name:<18}{meaning}" for name, meaning in SOURCES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    imports.add_argument("folder", metavar="FOLDER", help="the folder")
+    imports.add_argument("store", metavar="STORE", help="the store to make; must not exist")
+    imports.add_argument(
+        "--from", dest="kind", required=True, choices=tuple(SOURCES), metavar="KIND", help="what it is, see below"
+    )
+    imports.add_argument(
+        "--layers", metavar="K,K", help="the k of the layers h_k in the files (default: as hsx's manifest there says)"
+    )
+    imports.add_argument(
+        "--final", choices=("post_norm", "pre_norm"), help="the final state in the files (default: the kind's own)"
+    )
+    imports.add_argument("--threads", type=_count, default=2, metavar="N", help="reading and writing threads (default: 2)")
+    imports.add_argument(
+        "--root",
+        action="append",
+        type=_root,
+        default=[],
+        metavar="NAME=PATH",
+        help="a folder, on a disk of its own, that takes shards; may be given more than once (default: STORE.root)",
+    )
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
     return parser

@@ -50,6 +50,8 @@ _BY_KIND: Final[dict[str, ExitCode]] = {
     "sample_unknown": ExitCode.REFUSED,
     "store_sealed": ExitCode.REFUSED,
     "export_refused": ExitCode.REFUSED,
+    "import_refused": ExitCode.REFUSED,
+    "import_incomplete": ExitCode.INCOMPLETE,
     "incomplete": ExitCode.INCOMPLETE,
     "store_damaged": ExitCode.DAMAGED,
     "job_locked": ExitCode.LOCKED,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HSX = Path(__file__).parents[2] / "hsx"
-ADAPTERS = ("datasets", "engines", "dumps", "stores", "export")
+ADAPTERS = ("datasets", "engines", "dumps", "stores", "export", "ingest")
 LIGHT_FOR_ALL = {"hsx", "hsx.errors", "hsx.ports", "hsx.config"}
 
 # What hsx modules each part may import, by module prefix; anything else of hsx is a fault. Others' packages are not listed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import hsx
 from hsx.testing.exports import EPS, LENGTHS, VOCAB, WIDTH, Truth
 
 if TYPE_CHECKING:
@@ -177,6 +179,21 @@ def test_speculators_vocabulary(read: Path) -> None:
     found = load(read / "speculators.pt")
     for key in ("d2t", "t2d"):
         assert np.array_equal(found["written"][key], found[key].numpy())
+
+
+def test_speculators_folders_come_back_bit_for_bit(read: Path, pre: Truth) -> None:
+    for name, missing, ids in (("imported", set(), "sample-{}"), ("imported-theirs", {1}, "hidden_states/hs_{}")):
+        store = hsx.open(read / name)
+        assert store.state_names == ("h_2", "h_4", "h_7", "pre_norm")
+        wanted = [row for row in range(len(LENGTHS)) if row not in missing]
+        assert store.committed.tolist() == list(range(len(wanted)))
+        for row in wanted:
+            sample = store[ids.format(row)]
+            assert np.array_equal(sample.hidden_states_numpy, pre.built.states[row])
+            assert np.array_equal(sample.input_ids_numpy, pre.built.input_ids[row])
+            assert np.array_equal(sample.loss_mask_numpy, pre.masks[row])
+    (line,) = (read / "imported-theirs.import.jsonl").read_text().splitlines()
+    assert (json.loads(line)["row"], json.loads(line)["reason"]) == (1, "tokens_differ")
 
 
 def test_speculators_trains_alike_from_both_and_its_loss_falls(read: Path) -> None:

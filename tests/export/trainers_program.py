@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset, load_from_disk
 from hs_connectors import FileTransfer, HiddenStatesBackend
 from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+from safetensors.torch import save_file
 from specforge.algorithms.common import dflash_family_data
 from specforge.algorithms.eagle3 import data as eagle3_data
 from specforge.data.preprocessing import build_offline_eagle3_dataset, process_token_dict_to_mappings
@@ -161,6 +163,21 @@ def read_speculators(store: Path, out: Path) -> None:
     )
 
 
+def import_speculators(out: Path) -> None:
+    """Imports the export, and a folder as speculators itself leaves it, in which one row is another's."""
+    assert hsx(["import", str(out / "speculators"), str(out / "imported"), "--from", "speculators"]) == 0
+    folder = out / "theirs"
+    exported = load_from_disk(out / "speculators")
+    theirs = Dataset.from_dict({name: exported.with_format(None)[name] for name in ("input_ids", "loss_mask", "seq_len")})
+    theirs.set_format("torch")
+    theirs.save_to_disk(folder)
+    (folder / "hidden_states").mkdir()
+    files = FileTransfer(out / "speculators" / "hidden_states")
+    for row in range(len(theirs)):
+        save_file(files.get_cached(row if row != 1 else 2), folder / "hidden_states" / f"hs_{row}.safetensors")
+    assert hsx(["import", str(folder), str(out / "imported-theirs"), "--from", "speculators", "--layers", "2,4,7"]) == 3
+
+
 def train(dataset: ArrowDataset) -> list[float]:
     """Losses of some steps of the real EAGLE-3 model on one batch of all samples."""
     torch.manual_seed(0)
@@ -211,4 +228,5 @@ if __name__ == "__main__":
     read_dflash(STORE, OUT)
     read_modelopt(STORE, POST, OUT)
     read_speculators(STORE, OUT)
+    import_speculators(OUT)
     (OUT / "done.json").write_text(json.dumps({"torch": torch.__version__}))
