@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import google_crc32c
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class CheckedFile:
         for at in range(0, len(view), _PIECE):
             piece = view[at : at + _PIECE]
             self._file.write(piece)
-            self.crc32c = cast("int", google_crc32c.extend(self.crc32c, bytes(piece)))
+            self.crc32c = cast("int", google_crc32c.extend(self.crc32c, np.frombuffer(piece, np.uint8)))
         self.nbytes += len(view)
         return len(view)
 
