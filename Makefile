@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 SGLANG := .venvs/sglang-0.5.23
 SGLANG_OLD := .venvs/sglang-0.5.18
 ZARR := .venvs/zarr-3.4
+TRAINERS := .venvs/trainers
 # Tests wait for servers and disks most of the time, so more of them than cores. A file's tests stay together: they share a server.
 JOBS := 3
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger bench-capture test-gpu docs clean
+.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger bench-capture test-gpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -34,14 +35,17 @@ setup-sglang-old:
 setup-zarr:
 	scripts/setup_zarr.sh $(ZARR)
 
+setup-trainers:  ## an environment with the trainers whose loaders judge exports, .venvs/trainers
+	PYTHON=$(PYTHON) scripts/setup_trainers.sh $(TRAINERS)
+
 setup-model: setup
 	$(BIN)/python scripts/prepare_demo_model.py build/smollm2
 
 setup-system:
 	scripts/setup_system.sh
 
-setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trained model, Debian's tools
-	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-model setup-system
+setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trainers, the trained model, Debian's tools
+	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-system
 
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
 	$(BIN)/python scripts/demo.py

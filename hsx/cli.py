@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import keyword
 import os
 import shlex
 import sys
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 from hsx import __version__
 from hsx.errors import ConfigError, HsxError
 from hsx.exit_codes import MEANINGS, ExitCode, of_error
+from hsx.export import FORMATS
+from hsx.ingest import SOURCES
 from hsx.journal import leads_to_journal, with_priority
 from hsx.printable import printable
 
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.command} takes no arguments after --")
     try:
         try:
-            return int(importlib.import_module(f"hsx.commands.{args.command.replace('-', '_')}").run(args))
+            return int(importlib.import_module(f"hsx.commands.{_module(args.command)}").run(args))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # at the interpreter's exit a reader that went away could only be complained of
@@ -64,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         sys.stderr.write(f"hsx: internal error {type(error).__name__}: {error}; please report it with the traceback above\n")
         return ExitCode.INTERNAL
+
+
+def _module(command: str) -> str:
+    """Name of a command's module; `import` is a word of the language."""
+    name = command.replace("-", "_")
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def _report(error: HsxError, verbose: int) -> None:
@@ -225,6 +234,69 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--token-file", metavar="PATH", default="", help="file with the endpoint's token; default: the job file's"
     )
+    export = commands.add_parser(
+        "export",
+        parents=[json, verbose],
+        help="write a store's samples as the files that a trainer reads",
+        epilog="formats:\n" + "\n".join(f"  {name:<18}{meaning}" for name, meaning in FORMATS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    export.add_argument("store", metavar="STORE", help="the store")
+    export.add_argument("folder", metavar="FOLDER", help="where to: a new folder, or one in which this export was cut short")
+    export.add_argument("--to", required=True, choices=tuple(FORMATS), metavar="FORMAT", help="the trainer's format, see below")
+    export.add_argument("--layers", metavar="K,K", help="the k of the layers h_k to take, in this order (default: all)")
+    export.add_argument(
+        "--ids", metavar="FILE", help="only the samples whose ids are in this file, one a line; - reads standard input"
+    )
+    export.add_argument("--max-tokens", type=_count, metavar="N", help="leave out samples of more than N tokens")
+    export.add_argument(
+        "--shard", type=_part, default=(0, 1), metavar="I/N", help="write part I of N, counted from 0, into the same folder"
+    )
+    export.add_argument(
+        "--draft-vocab", type=_count, metavar="N", help="map the N most frequent tokens, where the format has that"
+    )
+    export.add_argument("--vocab-size", type=_count, metavar="N", help="the model's vocabulary (default: its config.json's)")
+    export.add_argument("--link", action="store_true", help="make files of equal bytes hard links of one")
+    export.add_argument("--threads", type=_count, default=2, metavar="N", help="reading and writing threads (default: 2)")
+    export.add_argument(
+        "--root",
+        action="append",
+        type=_root,
+        default=[],
+        metavar="NAME=PATH",
+        help="where a root is mounted now, if not where the store has it",
+    )
+    export.add_argument(
+        "--index-only", action="store_true", help="write ids and masks and no states, for trainers that read the store"
+    )
+    export.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    imports = commands.add_parser(
+        "import",
+        parents=[json, verbose],
+        help="make a store of hidden states that others have extracted, as far as they are sound",
+        epilog="kinds:\n" + "\n".join(f"  {name:<18}{meaning}" for name, meaning in SOURCES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    imports.add_argument("folder", metavar="FOLDER", help="the folder")
+    imports.add_argument("store", metavar="STORE", help="the store to make; must not exist")
+    imports.add_argument(
+        "--from", dest="kind", required=True, choices=tuple(SOURCES), metavar="KIND", help="what it is, see below"
+    )
+    imports.add_argument(
+        "--layers", metavar="K,K", help="the k of the layers h_k in the files (default: as hsx's manifest there says)"
+    )
+    imports.add_argument(
+        "--final", choices=("post_norm", "pre_norm"), help="the final state in the files (default: the kind's own)"
+    )
+    imports.add_argument("--threads", type=_count, default=2, metavar="N", help="reading and writing threads (default: 2)")
+    imports.add_argument(
+        "--root",
+        action="append",
+        type=_root,
+        default=[],
+        metavar="NAME=PATH",
+        help="a folder, on a disk of its own, that takes shards; may be given more than once (default: STORE.root)",
+    )
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
     return parser
@@ -249,6 +321,13 @@ def _root(text: str) -> tuple[str, str]:
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected the name of a root and its path: NAME=PATH")
     return name, path
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected I/N with I from 0 to N - 1")
+    return int(part), int(parts)
 
 
 def _count(text: str) -> int:

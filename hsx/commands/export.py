@@ -1,0 +1,120 @@
+"""`hsx export`: a store's samples as the files that a trainer reads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hsx.commands.output import emit, emit_json, plural
+from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
+from hsx.export import load_format
+from hsx.export.manifest import MANIFEST
+from hsx.exporting import ExportPlan, Progress, Request, export, plan
+from hsx.stores.reader import Store
+
+if TYPE_CHECKING:
+    import argparse
+
+_EVERY_S: Final = {True: 0.5, False: 30.0}
+"""Seconds between two lines of progress, on a terminal and elsewhere."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Says what goes where, and writes it."""
+    part, parts = args.shard
+    request = Request(
+        layers=None if args.layers is None else _layers(args.layers),
+        ids=None if args.ids is None else _ids(args.ids),
+        max_tokens=args.max_tokens,
+        part=part,
+        parts=parts,
+        draft_vocab=args.draft_vocab,
+        vocab_size=args.vocab_size,
+        link=args.link,
+        index_only=args.index_only,
+        threads=args.threads,
+    )
+    planned = plan(Store(args.store, roots=dict(args.root)), load_format(args.to), Path(args.folder), request)
+    if not args.json:
+        emit(describe(planned))
+    if args.dry_run:
+        if args.json:
+            emit_json(planned.document())
+        return ExitCode.DONE
+    done = export(planned, _Watch())
+    if args.json:
+        emit_json({**planned.document(), "folder": planned.folder, "part": asdict(done)})
+    else:
+        emit(summary(planned, done))
+    return ExitCode.DONE
+
+
+def describe(planned: ExportPlan) -> str:
+    """What will be written, from which states: for people."""
+    store, selection = planned.store, planned.selection
+    rows = plural(len(selection.indices), "sample")
+    lines = [
+        f"{store.path} to {planned.form.name} in {planned.folder}: {rows}, {selection.tokens} tokens, H = {store.hidden_size}"
+    ]
+    lines += [f"  {line}" for line in planned.mapping.lines()]
+    lines += [f"  left out: {plural(count, 'sample')} ({reason})" for reason, count in selection.left_out.items()]
+    if planned.form.layer_shift and planned.mapping.trainer_layers:
+        lines.append(
+            f"  layer ids for the trainer's configuration: {planned.mapping.trainer_layers} (h_k is the output of layer k - 1)"
+        )
+    elif planned.mapping.trainer_layers:
+        lines.append(f"  layer ids for the trainer's configuration: {planned.mapping.trainer_layers}")
+    if planned.request.parts > 1:
+        lines.append(f"  part {planned.request.part} of {planned.request.parts}: {plural(len(planned.rows), 'file')}")
+    return "\n".join(lines)
+
+
+def summary(planned: ExportPlan, done: Progress) -> str:
+    """What was written."""
+    rate = done.nbytes / max(done.seconds, 1e-9) / 1e9
+    parts = [
+        f"{plural(done.done, 'file')} of {done.rows} in {planned.folder}",
+        f"{done.nbytes / 1e9:.2f} GB written, {rate:.2f} GB/s",
+    ]
+    if done.kept:
+        parts.append(f"{done.kept} were there already")
+    if done.linked:
+        parts.append(f"{done.linked} are links")
+    return ", ".join(parts) + f"; {MANIFEST} says what is what"
+
+
+class _Watch:
+    """A line now and then, to standard error."""
+
+    def __init__(self) -> None:
+        self._every = _EVERY_S[sys.stderr.isatty()]
+        self._next = time.monotonic() + self._every
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._every
+        end = "\r" if sys.stderr.isatty() else "\n"
+        sys.stderr.write(f"files {progress.done}/{progress.rows}, {progress.nbytes / 1e9:.1f} GB written{end}")
+        sys.stderr.flush()
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.strip().removeprefix("h_")) for part in text.split(","))
+    except ValueError:
+        raise RunError("usage", f"--layers is {text!r}; expected the k of layers h_k, such as 2,18,33") from None
+
+
+def _ids(path: str) -> list[str]:
+    """Ids, one a line; an empty line is none."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError("usage", f"--ids {path} cannot be read: {error}") from error
+    return [line for line in text.split("\n") if line]

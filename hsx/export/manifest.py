@@ -1,0 +1,131 @@
+"""What lies beside an export: `hsx-export.json`, which says what it is, and `hsx-rows*.jsonl`, which lists what was written.
+
+The list is also how an export is continued: a row counts as written where its line and its file, of that size, are there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from hsx.errors import RunError
+from hsx.export.files import whole_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+MANIFEST: Final = "hsx-export.json"
+INDEX: Final = "hsx-index.npy"
+"""Index in the store of each row, int64 [rows]."""
+FORMAT: Final = "hsx-export-1"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRow:
+    """One file of an export.
+
+    Attributes:
+        row: its number in the export.
+        id: the sample's id.
+        index: its index in the store.
+        tokens: S.
+        file: its path below the export's folder.
+        bytes: the file's size.
+        crc32c: of the whole file.
+    """
+
+    row: int
+    id: str
+    index: int
+    tokens: int
+    file: str
+    bytes: int
+    crc32c: int
+
+
+def rows_name(part: int, parts: int) -> str:
+    """Name of the list of one part."""
+    return "hsx-rows.jsonl" if parts == 1 else f"hsx-rows-{part}-of-{parts}.jsonl"
+
+
+def read_rows(path: Path) -> Iterator[WrittenRow]:
+    """The lines of one list; a last one that a kill has torn is passed over, a missing list is empty.
+
+    Raises RunError `export_refused` for what is no such list.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            yield WrittenRow(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
+
+
+class RowList:
+    """Appends to the list of one part, after taking off a last line that a kill has torn. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def add(self, row: WrittenRow) -> None:
+        """Appends a line. Raises OSError."""
+        self._file.write(json.dumps(asdict(row)).encode() + b"\n")
+        self._file.flush()
+
+
+def claim(folder: Path, document: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Writes the manifest of a new export, or proves that the one that is there is of this very export.
+
+    Args:
+        folder: the export.
+        document: the manifest.
+        identity: what decides which files there are and what is in them.
+
+    Raises:
+        RunError: `export_refused` where the folder holds something else.
+        OSError: it cannot be written.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        strangers = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((".", "hsx-")))
+        if strangers:
+            raise RunError(
+                "export_refused", f"{folder} has {strangers[0]} and no {MANIFEST}; expected a new folder, or one of this export"
+            )
+        with whole_file(path, shared=True) as file:
+            file.write(json.dumps({**document, "identity": identity}, indent=2).encode() + b"\n")
+        return
+    found = read_manifest(folder).get("identity")
+    differing = [key for key in identity if not isinstance(found, dict) or found.get(key) != identity[key]]
+    if differing:
+        key = differing[0]
+        was = found.get(key) if isinstance(found, dict) else None
+        raise RunError(
+            "export_refused",
+            f"{folder} holds another export: {key} is {was!r} there; expected {identity[key]!r}; give another folder",
+        )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an export. Raises RunError `export_refused` where there is none that can be read."""
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError("export_refused", f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise RunError("export_refused", f"{path} is no manifest; expected format {FORMAT!r}")
+    return document

@@ -1,0 +1,425 @@
+"""`hsx export`: a store's samples as the files that a trainer reads. The formats are in `hsx.export`.
+
+Samples are read, converted and written by a few threads, one file after the other; each file appears whole. What is written is
+listed, and an export that was cut short is continued by the same call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hsx import __version__
+from hsx.errors import RunError
+from hsx.export.files import whole_file
+from hsx.export.manifest import FORMAT, INDEX, RowList, WrittenRow, claim, read_rows, rows_name
+from hsx.export.mapping import map_states
+from hsx.export.norm import apply_final_norm
+from hsx.export.protocol import Exported, IndexRow, Surroundings
+from hsx.export.vocabulary import Vocabulary
+from hsx.locks import locked
+from hsx.model_config import read_model_shape
+from hsx.stores.durable import FULL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from hsx.export.mapping import Mapping
+    from hsx.export.protocol import Format
+    from hsx.stores.reader import Store
+
+KNOWN_FORMATS: Final = frozenset({"hsx-store-1", "hsx-store-2"})
+"""Stores in which every sample has all its tokens, in bf16."""
+_SPARE: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to export, and how.
+
+    Attributes:
+        layers: the k of the layers to take; None: all.
+        ids: only these samples; None: all that are committed.
+        max_tokens: longer samples are left out; None: none.
+        part: this part, from 0, ...
+        parts: ... of so many, that together make up the export: row r belongs to part r modulo parts.
+        draft_vocab: size of the draft's vocabulary; None: no mapping.
+        vocab_size: of the model's; None: out of the model's folder, if it is still where it was.
+        link: files that would be equal are hard links of one.
+        index_only: what lies beside the samples is written, and no sample.
+        threads: that read, convert and write.
+    """
+
+    layers: tuple[int, ...] | None = None
+    ids: Collection[str] | None = None
+    max_tokens: int | None = None
+    part: int = 0
+    parts: int = 1
+    draft_vocab: int | None = None
+    vocab_size: int | None = None
+    link: bool = False
+    index_only: bool = False
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RunError("usage", f"--max-tokens is {self.max_tokens}; expected at least 1")
+        if not 0 <= self.part < self.parts:
+            raise RunError("usage", f"--shard is {self.part}/{self.parts}; expected i/n with i from 0 to n - 1")
+        if self.threads < 1:
+            raise RunError("usage", f"--threads is {self.threads}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows of an export.
+
+    Attributes:
+        indices: the store's index of each row, int64 [rows].
+        left_out: how many samples of the store are no rows, by reason.
+        tokens: of all rows.
+    """
+
+    indices: NDArray[np.int64]
+    left_out: dict[str, int]
+    tokens: int
+
+    @property
+    def digest(self) -> str:
+        """Tells this selection from others."""
+        return hashlib.sha256(self.indices.astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an export is: rows of this part.
+
+    Attributes:
+        rows: rows of this part.
+        nbytes_total: bytes of states that they have.
+        done: rows that are there.
+        kept: of them, those that an earlier call had written.
+        linked: of them, those that are links.
+        nbytes: bytes written by this call.
+        seconds: since it began.
+    """
+
+    rows: int
+    nbytes_total: int
+    done: int = 0
+    kept: int = 0
+    linked: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """All that is decided before anything is written."""
+
+    store: Store
+    form: Format
+    folder: Path
+    request: Request
+    mapping: Mapping
+    selection: Selection
+    vocabulary: Vocabulary
+
+    @property
+    def rows(self) -> range:
+        """The rows of this part that are to be files."""
+        if self.request.index_only:
+            return range(0)
+        return range(self.request.part, len(self.selection.indices), self.request.parts)
+
+    def index_row(self, row: int) -> IndexRow:
+        """Ids and mask of a row."""
+        index = int(self.selection.indices[row])
+        return IndexRow(self.store.input_ids_numpy(index), self.store.loss_mask_numpy(index))
+
+    def all_rows(self) -> Iterator[IndexRow]:
+        """Ids and masks of all rows, in order."""
+        return map(self.index_row, range(len(self.selection.indices)))
+
+    def document(self) -> dict[str, Any]:
+        """The manifest."""
+        store = self.store
+        return {
+            "format": FORMAT,
+            "to": self.form.name,
+            "hsx": __version__,
+            "store": {
+                **{key: store.metadata[key] for key in ("format", "store_id", "states", "model")},
+                "path": str(store.path),
+            },
+            "hidden_size": store.hidden_size,
+            "keys": self.form.keys,
+            "mapping": self.mapping.document(),
+            "rows": len(self.selection.indices),
+            "tokens": self.selection.tokens,
+            "left_out": self.selection.left_out,
+            "max_tokens": self.request.max_tokens,
+            "vocabulary": {"target": self.vocabulary.target, "draft": self.vocabulary.draft},
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which files there are, and what is in them."""
+        return {
+            "to": self.form.name,
+            "store_id": self.store.info.store_id,
+            "states": list(self.mapping.names),
+            "rows": len(self.selection.indices),
+            "selection": self.selection.digest,
+            "draft_vocab": self.vocabulary.draft,
+        }
+
+
+def refuse_partial(store: Store) -> None:
+    """Refuses stores that do not hold every token of a sample as it was computed: trainers have no word for such samples.
+
+    The place to name further kinds of stores. Raises RunError `export_refused`.
+    """
+    form = store.metadata["format"]
+    if form not in KNOWN_FORMATS:
+        raise RunError(
+            "export_refused", f"store {store.path} is of format {form!r}; expected {' or '.join(sorted(KNOWN_FORMATS))}"
+        )
+
+
+def plan(store: Store, form: Format, folder: Path, request: Request) -> ExportPlan:
+    """Decides what an export will be; writes nothing.
+
+    Raises RunError: `export_refused`, `sample_unknown`, `dependency_missing`.
+    """
+    refuse_partial(store)
+    form.prepare()
+    if request.draft_vocab is not None and not form.maps_vocabulary:
+        raise RunError("export_refused", f"{form.name} has no file for the draft's vocabulary; expected no --draft-vocab")
+    if request.index_only and not form.has_index:
+        raise RunError("export_refused", f"{form.name} has nothing but its samples; expected no --index-only")
+    if request.link and form.depends_on == "id":
+        raise RunError("export_refused", f"{form.name} files hold the sample's id, and no two are equal; expected no --link")
+    mapping = map_states(form, store.info.spec, request.layers, has_norm=store.final_norm is not None)
+    vocabulary = Vocabulary(_vocab_size(store, request), request.draft_vocab)
+    selection = select(store, form, request)
+    return ExportPlan(store, form, folder, request, mapping, selection, vocabulary)
+
+
+def _vocab_size(store: Store, request: Request) -> int | None:
+    if request.vocab_size is not None or request.draft_vocab is None:
+        return request.vocab_size
+    path = store.info.model.get("path")
+    try:
+        return None if path is None else read_model_shape(Path(path)).vocab_size
+    except RunError:
+        return None
+
+
+def select(store: Store, form: Format, request: Request) -> Selection:
+    """The samples that become rows, in order of their index, and how many do not for which reason.
+
+    Raises RunError: `sample_unknown` where an id of `request.ids` is not in the store, or not committed; `export_refused` where
+    nothing is left.
+    """
+    committed = store.committed
+    left_out: dict[str, int] = {}
+    if len(store) > len(committed):
+        left_out["not_committed"] = len(store) - len(committed)
+    chosen = committed
+    if request.ids is not None:
+        chosen = np.unique(np.array([store.index(name) for name in request.ids], np.int64))
+        missing = np.setdiff1d(chosen, committed)
+        if missing.size:
+            name = store.sample_id(int(missing[0]))
+            raise RunError("sample_unknown", f"sample {name!r} of store {store.path} is not committed; expected --ids that are")
+        left_out["not_in_ids"] = len(committed) - len(chosen)
+    lengths = store.lengths
+    if request.max_tokens is not None:
+        fitting = lengths[chosen] <= request.max_tokens
+        left_out["longer_than_max_tokens"] = int((~fitting).sum())
+        chosen = chosen[fitting]
+    kept = []
+    for index in chosen.tolist():
+        reason = form.unfit(IndexRow(store.input_ids_numpy(index), store.loss_mask_numpy(index)))
+        if reason:
+            left_out[reason] = left_out.get(reason, 0) + 1
+        else:
+            kept.append(index)
+    if not kept:
+        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "it has no committed sample"
+        raise RunError("export_refused", f"store {store.path} has no sample to export: {why}; expected at least one")
+    indices = np.array(kept, np.int64)
+    return Selection(indices, {reason: count for reason, count in left_out.items() if count}, int(lengths[indices].sum()))
+
+
+def export(planned: ExportPlan, watch: Callable[[Progress], None] = lambda _: None) -> Progress:
+    """Writes what is not there yet.
+
+    Raises RunError: `export_refused` where the folder holds something else; `export_unwritable`; `job_locked` where another
+    process writes the same part; `store_invalid`, `root_unusable` where the store cannot be read: what was written stays, and
+    the same call goes on.
+    """
+    folder, request = planned.folder, planned.request
+    with _translated(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, planned.document(), planned.identity())
+        buffer = io.BytesIO()
+        np.save(buffer, planned.selection.indices)
+        with whole_file(folder / INDEX, shared=True) as file:
+            file.write(buffer.getvalue())
+        name = rows_name(request.part, request.parts)
+        with locked(folder / f".{name}.lock", f"export {folder} part {request.part}/{request.parts}", "export_unwritable"):
+            return _Run(planned, folder / name, watch).run()
+
+
+@dataclass(slots=True)
+class _Run:
+    planned: ExportPlan
+    list_path: Path
+    watch: Callable[[Progress], None]
+    progress: Progress = field(init=False)
+    folders: set[str] = field(default_factory=set)
+    norm: tuple[NDArray[np.float32], float] | None = None
+
+    def run(self) -> Progress:
+        planned = self.planned
+        begun = time.monotonic()
+        written = {row.row: row for row in read_rows(self.list_path) if _is_there(planned.folder, row)}
+        token_bytes = len(planned.mapping.names) * planned.store.hidden_size * 2
+        lengths = planned.store.lengths[planned.selection.indices[list(planned.rows)]]
+        self.progress = progress = Progress(len(planned.rows), int(lengths.sum()) * token_bytes)
+        progress.done = progress.kept = sum(row in written for row in planned.rows)
+        todo = [row for row in planned.rows if row not in written]
+        self._require_room(todo, token_bytes)
+        self.norm = planned.store.final_norm if planned.mapping.computed else None
+        groups = self._groups(todo, written)
+        with RowList(self.list_path) as rows, ThreadPoolExecutor(planned.request.threads, "hsx-export") as pool:
+            pending: deque[Any] = deque()
+            try:
+                for group in groups:
+                    pending.append(pool.submit(self._write_group, group, written))
+                    if len(pending) > planned.request.threads:
+                        self._account(pending.popleft().result(), rows, begun)
+                while pending:
+                    self._account(pending.popleft().result(), rows, begun)
+            finally:
+                pool.shutdown(cancel_futures=True)
+        around = Surroundings(planned.folder, planned.all_rows, planned.vocabulary)
+        planned.form.finish(around)
+        progress.seconds = time.monotonic() - begun
+        self.watch(progress)
+        return progress
+
+    def _account(self, rows: Sequence[tuple[WrittenRow, bool]], listed: RowList, begun: float) -> None:
+        for row, linked in rows:
+            listed.add(row)
+            self.progress.done += 1
+            self.progress.linked += linked
+            self.progress.nbytes += 0 if linked else row.bytes
+        self.progress.seconds = time.monotonic() - begun
+        self.watch(self.progress)
+
+    def _groups(self, todo: Sequence[int], written: dict[int, WrittenRow]) -> Iterator[list[int]]:
+        """Rows that are to be one file: single ones, but with `link` those of one shard, a written one in front."""
+        planned = self.planned
+        if not planned.request.link:
+            yield from ([row] for row in todo)
+            return
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for row in [*written, *todo]:
+            index = int(planned.selection.indices[row])
+            mask = b"" if planned.form.depends_on == "prompt" else planned.store.loss_mask_numpy(index).tobytes()
+            groups.setdefault((planned.store.captured_as(index), mask), []).append(row)
+        for group in groups.values():
+            if any(row not in written for row in group):
+                yield group
+
+    def _write_group(self, group: Sequence[int], written: dict[int, WrittenRow]) -> list[tuple[WrittenRow, bool]]:
+        first = written.get(group[0])
+        made: list[tuple[WrittenRow, bool]] = []
+        if first is None:
+            first = self._write(group[0])
+            made.append((first, False))
+        for row in group[1:]:
+            if row not in written:
+                linked = self._link(first, row)
+                made.append((self._write(row), False) if linked is None else (linked, True))
+        return made
+
+    def _write(self, row: int) -> WrittenRow:
+        planned = self.planned
+        path = self._path(row)
+        sample = planned.store.sample(int(planned.selection.indices[row]), states=planned.mapping.stored)
+        states = sample.hidden_states
+        if self.norm is not None:
+            states = states.clone()
+            states[:, -1] = apply_final_norm(states[:, -1], *self.norm)
+        given = Exported(row, sample.id, sample.input_ids, sample.loss_mask, states, planned.mapping.names)
+        with whole_file(path) as file:
+            planned.form.write(file, given)
+        return self._row(row, file.nbytes, file.crc32c)
+
+    def _link(self, first: WrittenRow, row: int) -> WrittenRow | None:
+        path = self._path(row)
+        path.unlink(missing_ok=True)
+        try:
+            os.link(self.planned.folder / first.file, path)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            return None  # no more links, or a file system without them: a copy will do
+        return self._row(row, first.bytes, first.crc32c)
+
+    def _row(self, row: int, nbytes: int, crc32c: int) -> WrittenRow:
+        planned = self.planned
+        index = int(planned.selection.indices[row])
+        name = planned.form.path(row, planned.request.part)
+        return WrittenRow(row, planned.store.sample_id(index), index, planned.store.tokens(index), name, nbytes, crc32c)
+
+    def _path(self, row: int) -> Path:
+        path = self.planned.folder / self.planned.form.path(row, self.planned.request.part)
+        if path.parent.name not in self.folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folders.add(path.parent.name)
+        return path
+
+    def _require_room(self, todo: Sequence[int], token_bytes: int) -> None:
+        """Refuses what cannot fit before the first byte. With `link` it may need less, and is let through."""
+        planned = self.planned
+        lengths = planned.store.lengths[planned.selection.indices[list(todo)]]
+        needed = int(lengths.sum()) * (token_bytes + 16) + _SPARE * bool(todo)
+        free = shutil.disk_usage(planned.folder).free
+        if needed > free and not planned.request.link:
+            raise RunError(
+                "export_unwritable",
+                f"{planned.folder} has {free / 1e9:.1f} GB free; expected {needed / 1e9:.1f} GB for this part",
+            )
+
+
+def _is_there(folder: Path, row: WrittenRow) -> bool:
+    try:
+        return (folder / row.file).stat().st_size == row.bytes
+    except OSError:
+        return False
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        named = error.filename or folder
+        raise RunError("export_unwritable", f"{named} cannot be written: {error.strerror or error}") from error

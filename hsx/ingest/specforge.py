@@ -1,0 +1,85 @@
+"""SpecForge's EAGLE-3 files: `data_<i>.ckpt`, also `.gz`, anywhere below a folder. Loaded with `weights_only=True`."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from typing import TYPE_CHECKING
+
+import torch
+
+from hsx.ingest.protocol import Entry, Head, RejectedSampleError, checked_ids, checked_mask, number_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hsx.core.spec import FinalState
+
+KEYS = ("input_ids", "loss_mask", "aux_hidden_state", "hidden_state")
+
+
+class SpecForgeFolder:
+    """Implements `hsx.ingest.protocol.Source`."""
+
+    final: FinalState = "post_norm"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def entries(self) -> Iterator[Entry]:
+        """See the protocol."""
+        files = [path for ending in ("*.ckpt", "*.ckpt.gz") for path in self._folder.rglob(ending)]
+        yield from (Entry(number_of(path), path) for path in sorted(files, key=lambda path: (number_of(path), str(path))))
+
+    def head(self, entry: Entry, states: int) -> Head:
+        """See the protocol."""
+        raw = _load(entry.file)
+        ids = checked_ids(raw["input_ids"].reshape(-1).numpy())
+        mask = checked_mask(raw["loss_mask"].reshape(-1).numpy(), len(ids))
+        final, layers = raw["hidden_state"], raw["aux_hidden_state"]
+        for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
+            if tensor.dtype != torch.bfloat16:
+                raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
+        width = final.shape[-1]
+        for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
+            if tensor.shape[-1] != wanted or not wanted:
+                raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
+            if tensor.numel() != len(ids) * wanted:
+                raise RejectedSampleError(
+                    "tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]"
+                )
+        return Head(ids, mask, states, width)
+
+    def states(self, entry: Entry) -> NDArray[np.uint16]:
+        """See the protocol."""
+        raw = _load(entry.file)
+        width = raw["hidden_state"].shape[-1]
+        parts = [raw["aux_hidden_state"].reshape(-1, raw["aux_hidden_state"].shape[-1] // width, width)]
+        parts.append(raw["hidden_state"].reshape(-1, 1, width))
+        return torch.cat(parts, dim=1).contiguous().view(torch.uint16).numpy()
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as file:
+                raw = torch.load(io.BytesIO(file.read()), weights_only=True)
+        else:
+            raw = torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:
+        raise RejectedSampleError("unreadable", f"torch.load: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if not isinstance(raw, dict):
+        raise RejectedSampleError("unreadable", f"holds a {type(raw).__name__}; expected a dictionary")
+    for key in KEYS:
+        if not isinstance(raw.get(key), torch.Tensor):
+            raise RejectedSampleError("missing_key", f"has no tensor {key}; expected {', '.join(KEYS)}")
+    return raw
+
+
+def open_folder(folder: Path) -> SpecForgeFolder:
+    """The source on a folder."""
+    return SpecForgeFolder(folder)

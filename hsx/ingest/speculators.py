@@ -1,0 +1,80 @@
+"""speculators' folder: rows of an Arrow dataset, and `hidden_states/hs_<row>.safetensors`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsx.errors import RunError
+from hsx.ingest.protocol import Entry, Head, RejectedSampleError, checked_ids, checked_mask, checked_shape, number_of
+from hsx.ingest.safetensors_file import connector_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hsx.core.spec import FinalState
+
+
+class SpeculatorsFolder:
+    """Implements `hsx.ingest.protocol.Source`. `token_ids` of a file must be the `input_ids` of its row."""
+
+    final: FinalState = "pre_norm"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._table = _table(folder)
+
+    def entries(self) -> Iterator[Entry]:
+        """See the protocol."""
+        yield from (Entry(number_of(path), path) for path in sorted(self._folder.glob("hidden_states/hs_*"), key=number_of))
+
+    def head(self, entry: Entry, states: int) -> Head:
+        """See the protocol."""
+        if not 0 <= entry.row < self._table.num_rows:
+            raise RejectedSampleError(
+                "missing_key", f"the dataset has {self._table.num_rows} rows; expected one of number {entry.row}"
+            )
+        wanted = checked_ids(self._column("input_ids", entry.row))
+        mask = checked_mask(self._column("loss_mask", entry.row), len(wanted))
+        file = connector_states(entry.file)
+        ids = checked_ids(file.read("token_ids"))
+        if not np.array_equal(ids, wanted):
+            raise RejectedSampleError("tokens_differ", "token_ids are not the input_ids of the dataset's row")
+        return Head(ids, mask, states, checked_shape(file.shape("hidden_states"), len(ids), states))
+
+    def states(self, entry: Entry) -> NDArray[np.uint16]:
+        """See the protocol."""
+        return np.ascontiguousarray(connector_states(entry.file).read("hidden_states"))
+
+    def _column(self, name: str, row: int) -> NDArray[Any]:
+        return np.asarray(self._table.column(name)[row].values.to_numpy(zero_copy_only=False))
+
+
+def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
+    try:
+        pa = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise RunError("dependency_missing", "an Arrow dataset needs the package pyarrow; expected hsx[export]") from error
+    try:
+        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        parts = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
+        table = pa.concat_tables(parts)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise RunError(
+            "import_refused", f"{folder} is no dataset of speculators: {error}; expected one of save_to_disk"
+        ) from error
+    lacking = [name for name in ("input_ids", "loss_mask") if name not in table.column_names]
+    if lacking:
+        raise RunError("import_refused", f"{folder} has columns {', '.join(table.column_names)}; expected {lacking[0]} too")
+    return table
+
+
+def open_folder(folder: Path) -> SpeculatorsFolder:
+    """The source on a folder. Raises RunError `import_refused`, `dependency_missing`."""
+    return SpeculatorsFolder(folder)

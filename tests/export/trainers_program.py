@@ -1,0 +1,232 @@
+"""Reads exports with the trainers' own code, in an environment that has them: `python trainers_program.py STORE POST OUT`.
+
+STORE has pre_norm, POST the same samples with post_norm. Leaves in OUT the exports, and what was read of them as `.pt` files,
+for the tests to hold against what went into the stores.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, load_from_disk
+from hs_connectors import FileTransfer, HiddenStatesBackend
+from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+from safetensors.torch import save_file
+from specforge.algorithms.common import dflash_family_data
+from specforge.algorithms.eagle3 import data as eagle3_data
+from specforge.data.preprocessing import build_offline_eagle3_dataset, process_token_dict_to_mappings
+from specforge.data.utils import DataCollatorWithPadding
+from specforge.runtime.data_plane.feature_store import load_feature_file
+from specforge.training.vocab_mapping import count_effective_feature_tokens
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.data_generation.offline import (
+    check_hidden_states,
+    find_corrupt_hidden_state_indices,
+    get_existing_hidden_state_indices,
+)
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
+from speculators.models.eagle3.core import Eagle3DraftModel
+from speculators.models.eagle3.data import shift_batch
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.data import ArrowDataset, CollateFn
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from transformers import LlamaConfig
+
+from hsx.cli import main as hsx
+from hsx.integrations.specforge import Eagle3Dataset
+from hsx.integrations.speculators import HsxTransfer
+
+WIDTH = 32
+VOCAB = 300
+DRAFT = 60
+MAX_LEN = 96
+TRAINED = 320
+
+
+def export(store: Path, folder: Path, to: str, *more: str) -> None:
+    """`hsx export`."""
+    assert hsx(["export", str(store), str(folder), "--to", to, *more]) == 0
+
+
+def read_specforge(store: Path, post: Path, out: Path) -> None:
+    """EAGLE-3: manifest reader with validation, normaliser, collator, older dataset class; the mapping; no export at all."""
+    vocabulary = ("--draft-vocab", str(DRAFT), "--vocab-size", str(VOCAB))
+    export(store, out / "specforge", "specforge", *vocabulary)
+    export(post, out / "specforge-post", "specforge")
+    path = str(out / "specforge")
+    for name in ("specforge", "specforge-post"):
+        refs = _references(out / name)
+        raw = [load_feature_file(reference.feature_store_uri.removeprefix("file://")) for reference in refs]
+        specs = [{key: (list(spec.shape), str(spec.dtype)) for key, spec in ref.feature_specs.items()} for ref in refs]
+        torch.save({"raw": raw, "specs": specs, "paths": [ref.feature_store_uri for ref in refs]}, out / f"{name}.pt")
+    normalise = eagle3_data.build_offline_normalizer(MAX_LEN)
+    items = [
+        normalise(load_feature_file(ref.feature_store_uri.removeprefix("file://"))) for ref in _references(out / "specforge")
+    ]
+    older = build_offline_eagle3_dataset(path, max_len=MAX_LEN)
+    direct = Eagle3Dataset(store, MAX_LEN)
+    collate = eagle3_data.build_offline_collator()
+    assert isinstance(collate, DataCollatorWithPadding)
+    batches = {
+        "loader": collate(items),
+        "older": collate([older[row] for row in range(len(older))]),
+        "direct": collate([direct[row] for row in range(len(direct))]),
+    }
+    counts = count_effective_feature_tokens(path, target_vocab_size=VOCAB)
+    d2t, t2d = process_token_dict_to_mappings(counts, DRAFT, VOCAB)
+    torch.save({**batches, "counts": dict(counts), "d2t": d2t, "t2d": t2d}, out / "specforge-batches.pt")
+
+
+def _references(folder: Path) -> list[Any]:
+    reader = eagle3_data.build_offline_reader(str(folder), run_id="test", ttt_length=1, max_len=MAX_LEN)
+    reader.validate_files = True
+    return reader.read()  # type: ignore[no-any-return]
+
+
+def read_dflash(store: Path, out: Path) -> None:
+    """DFlash and DSpark: reader with its validation, normaliser, collator."""
+    export(store, out / "dflash", "specforge-dflash")
+    found = {}
+    for name, build, normalise, collator in (
+        (
+            "dflash",
+            dflash_family_data.build_offline_reader,
+            dflash_family_data.normalize_offline_sample,
+            dflash_family_data.build_collator(),
+        ),
+        (
+            "dspark",
+            dflash_family_data.build_dspark_offline_reader,
+            dflash_family_data.normalize_dspark_offline_sample,
+            dflash_family_data.build_dspark_collator(),
+        ),
+    ):
+        reader = build(name, str(out / "dflash"), run_id="test", ttt_length=1, max_len=MAX_LEN)
+        reader.validate_files = True
+        paths = [ref.feature_store_uri.removeprefix("file://") for ref in reader.read()]
+        found[name] = collator([normalise(load_feature_file(path), MAX_LEN) for path in paths])
+    torch.save(found, out / "dflash.pt")
+
+
+def read_modelopt(store: Path, post: Path, out: Path) -> None:
+    """Both kinds of final state, through the dataset (`weights_only=True`) and the collator."""
+    found = {}
+    for name, source in (("pre_norm", store), ("post_norm", post)):
+        export(source, out / f"modelopt-{name}", "modelopt")
+        files = sorted(str(path) for path in (out / f"modelopt-{name}").glob("*.pt"))
+        dataset = OfflineSupervisedDataset(files, answer_only_loss=True)
+        items = [dataset[row] for row in range(len(dataset))]
+        ids = [torch.load(path, weights_only=True)["conversation_id"] for path in files]
+        found[name] = {"items": items, "batch": EagleOfflineDataCollator(MAX_LEN)(items), "ids": ids}
+    torch.save(found, out / "modelopt.pt")
+
+
+def read_speculators(store: Path, out: Path) -> None:
+    """The dataset with its own files and with the store behind it; the acceptance test; and the vocabulary."""
+    export(store, out / "speculators", "speculators", "--draft-vocab", str(DRAFT), "--vocab-size", str(VOCAB))
+    export(store, out / "index", "speculators", "--index-only")
+    rows = len(get_existing_hidden_state_indices(out / "speculators" / "hidden_states"))
+    files = FileTransfer(out / "speculators" / "hidden_states")
+    direct = HsxTransfer.of_export(out / "index")
+    exported = ArrowDataset(TRAINED, out / "speculators", transfer=files, on_missing="raise")
+    unexported = ArrowDataset(TRAINED, out / "index", transfer=direct, on_missing="raise")
+    for row in range(rows):
+        tokens = exported.data[row]["input_ids"].tolist()
+        check_hidden_states(files.get_cached(row), tokens)
+        check_hidden_states(direct.get_cached(row), tokens)
+    corrupt = find_corrupt_hidden_state_indices(out / "speculators" / "hidden_states", list(range(rows)))
+    frequencies = torch.load(out / "speculators" / "token_freq.pt", weights_only=True)
+    d2t, t2d = build_vocab_mappings_from_distribution(frequencies, DRAFT, VOCAB)
+    torch.save(
+        {
+            "rows": rows,
+            "corrupt": corrupt,
+            "beyond": direct.get_cached(rows),
+            "files": [files.get_cached(row) for row in range(rows)],
+            "exported": [exported[row] for row in range(len(exported))],
+            "direct": [unexported[row] for row in range(len(unexported))],
+            "lengths": exported.approx_lengths,
+            "frequencies": frequencies,
+            "d2t": d2t,
+            "t2d": t2d,
+            "written": {key: np.load(out / "speculators" / f"{key}-{DRAFT}.npy") for key in ("d2t", "t2d")},
+            "backends": sorted(HiddenStatesBackend.registry),
+            "trained": {"exported": train(exported), "direct": train(unexported)},
+        },
+        out / "speculators.pt",
+    )
+
+
+def import_speculators(out: Path) -> None:
+    """Imports the export, and a folder as speculators itself leaves it, in which one row is another's."""
+    assert hsx(["import", str(out / "speculators"), str(out / "imported"), "--from", "speculators"]) == 0
+    folder = out / "theirs"
+    exported = load_from_disk(out / "speculators")
+    theirs = Dataset.from_dict({name: exported.with_format(None)[name] for name in ("input_ids", "loss_mask", "seq_len")})
+    theirs.set_format("torch")
+    theirs.save_to_disk(folder)
+    (folder / "hidden_states").mkdir()
+    files = FileTransfer(out / "speculators" / "hidden_states")
+    for row in range(len(theirs)):
+        save_file(files.get_cached(row if row != 1 else 2), folder / "hidden_states" / f"hs_{row}.safetensors")
+    assert hsx(["import", str(folder), str(out / "imported-theirs"), "--from", "speculators", "--layers", "2,4,7"]) == 3
+
+
+def train(dataset: ArrowDataset) -> list[float]:
+    """Losses of some steps of the real EAGLE-3 model on one batch of all samples."""
+    torch.manual_seed(0)
+    layer = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=TRAINED,
+    )
+    layer._attn_implementation = "eager"
+    verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
+    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
+    model = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=VOCAB,
+            eagle_aux_hidden_state_layer_ids=[2, 4, 7],
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
+            ),
+        )
+    ).float()
+    with torch.no_grad():  # what a verifier's weights would be loaded into is NaN
+        for weight in model.parameters():
+            if bool(weight.isnan().any()):
+                weight.normal_(0, 0.2)
+    collate = CollateFn(TRAINED, WIDTH, 3, torch.float32, preprocess=shift_batch)
+    batch = collate([dataset[row] for row in range(len(dataset))])
+    batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(6):
+        loss = model(**batch, loss_config=resolve_loss_config("kl_div", "eager"))[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    STORE, POST, OUT = map(Path, sys.argv[1:])
+    read_specforge(STORE, POST, OUT)
+    read_dflash(STORE, OUT)
+    read_modelopt(STORE, POST, OUT)
+    read_speculators(STORE, OUT)
+    import_speculators(OUT)
+    (OUT / "done.json").write_text(json.dumps({"torch": torch.__version__}))
