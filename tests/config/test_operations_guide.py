@@ -115,7 +115,18 @@ def inline_commands(text: str) -> list[list[str]]:
     return [shlex.split(call) for call in calls if re.search(r"job\.toml|\bJOB\b", call)]
 
 
-STANDS_FOR = {"SAMPLE": "17", "INDEX": "17", "INDEX...": "17", "N": "4", "E": "0.1", "FILE": "a", "MODEL": "m", "UUID": "u"}
+STANDS_FOR = {
+    "FORMAT": "specforge",
+    "KIND": "specforge",
+    "SAMPLE": "17",
+    "INDEX": "17",
+    "INDEX...": "17",
+    "N": "4",
+    "E": "0.1",
+    "FILE": "a",
+    "MODEL": "m",
+    "UUID": "u",
+}
 
 
 def as_called(words: list[str]) -> list[str]:
