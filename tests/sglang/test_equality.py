@@ -41,20 +41,20 @@ class Case:
     chunk: int = 128
     method: str = "model"
     multiplier: float = 1.0
-    prompts: int = 64
+    prompts: int = 16
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.final}-{self.version}"
 
 
 CASES = [
-    Case("llama", "post_norm", chunk=37),
+    Case("llama", "post_norm", chunk=37, prompts=64),
     Case("qwen3", "pre_norm", layers=(0, 1, 4, 7)),
     Case("dsv3", "post_norm", layers=(2, 5), chunk=2048),
-    Case("glm4moe", "pre_norm", layers=(0, 2, 5), prompts=16),
-    Case("granite", "post_norm", layers=(0, 1, 7), method="norms", multiplier=0.25, prompts=16),
+    Case("glm4moe", "pre_norm", layers=(0, 2, 5)),
+    Case("granite", "post_norm", layers=(0, 1, 7), method="norms", multiplier=0.25),
     Case("llama", "pre_norm", "0.5.18", layers=(0, 1, 4, 7), chunk=2048),
-    Case("dsv3", "pre_norm", "0.5.18", layers=(2, 5), prompts=16),
+    Case("dsv3", "pre_norm", "0.5.18", layers=(2, 5)),
 ]
 """DeepSeek hands layers out packed in one tensor; GLM-4-MoE has the eagle3 setter alone; Granite has none."""
 
