@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from hsx.config_load import LoadedConfig
-    from hsx.ports import Counts
     from hsx.progress_view import ProgressView
+    from hsx.records import Counts
 
 STATUS_EVERY_S = 5.0
 STARTING_EVERY_S = 0.5

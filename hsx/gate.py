@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hsx.core.epoch import CaptureReport, EpochRecord
     from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.epoch import LiveEpoch
-    from hsx.ports import Clock, Dumps, EngineClient, Ledger, ServerFacts
+    from hsx.ports import Clock, Dumps, EngineClient, Ledger
+    from hsx.records import ServerFacts
 
 ELSEWHERE = (
     "its process runs on another node, whose dump directory is another one, or its hooks failed; run one server and one hsx on "

@@ -25,7 +25,7 @@ from hsx.errors import RunError
 from hsx.export.manifest import MANIFEST, read_manifest, read_rows
 from hsx.ingest import open_source
 from hsx.ingest.protocol import Entry, RejectedSampleError
-from hsx.ports import Payload, Row
+from hsx.records import Payload, Row
 from hsx.stores.durable import make_folder, store_error, sync_folder
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.metadata import HIDDEN_STATES

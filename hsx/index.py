@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 import numpy as np
 
 from hsx.errors import RunError
-from hsx.ports import BadRow
+from hsx.records import BadRow
 from hsx.stores.token_writer import TokenTableWriter
 
 if TYPE_CHECKING:

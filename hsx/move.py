@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from hsx.ports import CommittedRow, Homes
+    from hsx.ports import Homes
+    from hsx.records import CommittedRow
     from hsx.stores.group import StoreInfo
     from hsx.stores.ledger_move import MoveLedger
 

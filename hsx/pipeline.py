@@ -16,7 +16,7 @@ from hsx.core.invariants import Evidence, Violation, judge_answer, judge_dump
 from hsx.core.marker import Marker
 from hsx.core.policy import Action, on_failure
 from hsx.errors import EngineError, RunError, SampleError
-from hsx.ports import Commit, Payload
+from hsx.records import Commit, Payload
 from hsx.space import Booking
 from hsx.violated import ViolatedError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.config_load import LoadedConfig
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 BATCH: Final = 256
 """Damages that are dealt with at once."""

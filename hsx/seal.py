@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.config_load import LoadedConfig
-    from hsx.ports import Counts
+    from hsx.records import Counts
     from hsx.stores.group import StoreInfo
     from hsx.verify import Reading, VerifyReport
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 IDS: Final = 8
 _BLOCK: Final = 256

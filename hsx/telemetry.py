@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hsx.core.marker import Marker
-    from hsx.ports import Counts
+    from hsx.records import Counts
 
 __all__ = ["LAST_ERRORS", "LAST_RESTARTS", "Telemetry", "configure"]
 

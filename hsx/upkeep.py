@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hsx.ports import Clock, CommittedRow, Ledger, Observer, Root
+    from hsx.ports import Clock, Ledger, Observer, Root
+    from hsx.records import CommittedRow
     from hsx.space import Space
 
 SYNC_S: Final = 60.0

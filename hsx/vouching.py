@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from hsx.canary import Canary
     from hsx.epoch import LiveEpoch
-    from hsx.ports import Clock, CommittedRow, Ledger, Observer
+    from hsx.ports import Clock, Ledger, Observer
+    from hsx.records import CommittedRow
     from hsx.suspects import Suspects
 
 WRONG_STATES = frozenset({"twins", "fingerprint"})

@@ -62,8 +62,9 @@ if TYPE_CHECKING:
     from hsx.core.epoch import CaptureReport
     from hsx.core.invariants import Content
     from hsx.core.layout import StoreLayout
-    from hsx.ports import Clock, CommittedRow, EngineClient, EngineOwner, Root
+    from hsx.ports import Clock, EngineClient, EngineOwner, Root
     from hsx.prepare import OpenJob
+    from hsx.records import CommittedRow
     from hsx.stores.group import StoreInfo
     from hsx.stores.ledger import SqliteLedger
     from hsx.stores.root import ShardRoot

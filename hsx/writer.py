@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import Clock, Commit, CommittedRow, Homes, Ledger, Observer, Payload, Receipt, Root, Samples, View
+    from hsx.ports import Clock, Homes, Ledger, Observer, Root, Samples, View
+    from hsx.records import Commit, CommittedRow, Payload, Receipt
     from hsx.space import Booking, Space
 
 

@@ -41,7 +41,7 @@ from hsx.core.marker import Marker, parse
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
-from hsx.ports import Payload, Row
+from hsx.records import Payload, Row
 from hsx.stores.group import create_store
 from hsx.stores.root import attach_roots
 from hsx.stores.token_writer import TokenTableWriter

@@ -24,7 +24,7 @@ from typing import Any
 from hsx.core.layout import StoreLayout, shard_key
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
-from hsx.ports import Commit, Receipt
+from hsx.records import Commit, Receipt
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_backup import backup

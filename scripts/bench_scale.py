@@ -28,7 +28,7 @@ from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.placement import RootSpace, Shares
 from hsx.core.spec import CaptureSpec
-from hsx.ports import Commit, Payload, Row
+from hsx.records import Commit, Payload, Row
 from hsx.stores.group import create_store
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_reader import LedgerReader

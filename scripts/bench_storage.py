@@ -55,7 +55,7 @@ from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
-from hsx.ports import Payload, Row
+from hsx.records import Payload, Row
 from hsx.stores import bfloat16, metadata
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import create_store

@@ -21,8 +21,8 @@ from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
-from hsx.ports import BadRow
 from hsx.progress_view import duration
+from hsx.records import BadRow
 from hsx.stores.group import open_store
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hsx.config_load import LoadedConfig
     from hsx.core.spec import ModelShape
-    from hsx.ports import Counts
+    from hsx.records import Counts
     from hsx.stores.codec_sample import CodecTrial
 
 BAD_ROWS_SHOWN = 20

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hsx.ports import Row
+    from hsx.records import Row
 
 GREEN: Final = "\x1b[30;42m"
 PLAIN: Final = "\x1b[0m"

@@ -9,7 +9,7 @@ from hsx.commands.job import require_begun
 from hsx.commands.output import emit, emit_json, plural, table
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
-from hsx.ports import CommittedRow
+from hsx.records import CommittedRow
 from hsx.show import SampleView, find, show
 from hsx.stores.ledger_reader import LedgerReader, RevocationRow, SampleRow
 from hsx.stores.ledger_schema import FILE_NAME

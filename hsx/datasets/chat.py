@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hsx.datasets.fields import Fields
-    from hsx.ports import BadRow, Row
+    from hsx.records import BadRow, Row
 
 
 class ChatRows:

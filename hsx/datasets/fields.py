@@ -21,7 +21,7 @@ class Bad(Exception):  # noqa: N818 - a row's verdict on its way to becoming a B
     """This row cannot be used.
 
     Args:
-        reason: one of the reasons of `hsx.ports.BadRow`.
+        reason: one of the reasons of `hsx.records.BadRow`.
         message: expected and found.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

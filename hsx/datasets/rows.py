@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import numpy as np
 
 from hsx.datasets.fields import Bad, Columns, Fields, excerpt
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hsx.datasets.fields import Fields
     from hsx.datasets.tokenizer import RawTokenizer
-    from hsx.ports import BadRow, Row
+    from hsx.records import BadRow, Row
 
 
 class TextRows:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hsx.datasets.fields import Fields
-    from hsx.ports import BadRow, Row
+    from hsx.records import BadRow, Row
 
 
 class TokenRows:

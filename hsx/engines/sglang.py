@@ -32,7 +32,7 @@ import msgspec
 
 from hsx.core.invariants import Answer
 from hsx.errors import EngineError, RunError, SampleError
-from hsx.ports import ServerFacts
+from hsx.records import ServerFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

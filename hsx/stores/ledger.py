@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.marker import Marker
-    from hsx.ports import Commit
+    from hsx.records import Commit
 
 __all__ = ["SqliteLedger", "create", "new_run"]
 

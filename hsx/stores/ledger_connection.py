@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from hsx.ports import Counts
+    from hsx.records import Counts
 
 T = TypeVar("T")
 

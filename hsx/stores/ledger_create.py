@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from hsx.ports import BadRow
+    from hsx.records import BadRow
 
 
 def new_run() -> str:

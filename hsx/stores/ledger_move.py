@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Self
 
-from hsx.ports import CommittedRow
+from hsx.records import CommittedRow
 from hsx.stores.ledger_schema import COMMITTED, SHARING, connect, facts_of, translated
 
 if TYPE_CHECKING:

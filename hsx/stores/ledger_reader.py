@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from hsx.errors import RunError
-from hsx.ports import BadRow, CommittedRow, Counts
+from hsx.records import BadRow, CommittedRow, Counts
 from hsx.stores.ledger_schema import COMMITTED, VIOLATIONS_BY_INVARIANT, connect, count, facts_of, translated
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from hsx.errors import RunError
-from hsx.ports import Counts
+from hsx.records import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ WHERE ended IS NOT NULL AND reason IN ('advancing', 'alive', 'canary')
 """  # noqa: S608 - made of constants
 """What version 1 knew of violations: those that failed an attempt, and those that voided an epoch for the run's sake."""
 COMMITTED: Final = "SELECT idx, root, crc32c, nbytes, tokens, marker, epoch, sequence FROM samples WHERE state = 'committed'"
-"""The fields of `hsx.ports.CommittedRow`, in order, of every committed sample."""
+"""The fields of `hsx.records.CommittedRow`, in order, of every committed sample."""
 SHARING: Final = f"""
 {COMMITTED} AND same_as = (SELECT same_as FROM samples WHERE idx = ?) AND root = ? AND marker = ? ORDER BY idx
 """  # noqa: S608 - made of constants

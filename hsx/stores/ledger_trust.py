@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from hsx.core.epoch import EpochRecord, stream_name, to_json
 from hsx.errors import EngineError
-from hsx.ports import CommittedRow
+from hsx.records import CommittedRow
 from hsx.stores.ledger_connection import LedgerConnection
 from hsx.stores.ledger_schema import COMMITTED, SHARING, VIOLATIONS_BY_INVARIANT
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.layout import StoreLayout
-    from hsx.ports import Payload
+    from hsx.records import Payload
 
 
 def reduced_chunks(payload: Payload, layout: StoreLayout) -> Iterator[NDArray[np.uint8]]:

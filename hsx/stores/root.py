@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.ports import Payload, Receipt
+    from hsx.records import Payload, Receipt
 
 IDENTITY: Final = "hsx-root.json"
 _NO_LINK: Final = frozenset({errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, *FULL})

@@ -20,7 +20,7 @@ import numpy as np
 from hsx.core.crc import combine
 from hsx.core.layout import CHUNK_TOKENS, CRC_BYTES, MISSING, PAGE, StoreLayout, shard_key
 from hsx.core.shard_record import ShardRecord, encode
-from hsx.ports import Receipt
+from hsx.records import Receipt
 from hsx.stores.checksum import crc32c, crc32c_bytes, ids_digest
 from hsx.stores.codec import make_codec
 from hsx.stores.durable import root_error, send_all, write_all
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.spec import CaptureSpec
-    from hsx.ports import Payload
+    from hsx.records import Payload
 
 PARTIAL: Final = ".partial"
 

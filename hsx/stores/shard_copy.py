@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
     from hsx.stores.group import StoreInfo
 
 PIECE: Final = 2048 * PAGE

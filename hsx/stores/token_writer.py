@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.errors import RunError
-    from hsx.ports import Row
+    from hsx.records import Row
 
 
 class _ArrayWriter:

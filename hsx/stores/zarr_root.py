@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.layout import StoreLayout
-    from hsx.ports import Payload
+    from hsx.records import Payload
 
 _CONFIG: Final = {"array.write_empty_chunks": True}
 """A chunk of nothing but fill is stored like any other: absent never means empty."""

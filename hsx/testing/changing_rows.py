@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 
 class ChangingRows:

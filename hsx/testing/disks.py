@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from hsx.errors import RunError
-from hsx.ports import Receipt
+from hsx.records import Receipt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import Payload
+    from hsx.records import Payload
 
 
 class MemoryRoot:

@@ -13,8 +13,8 @@ import torch
 from hsx.config_load import LoadedConfig, load
 from hsx.core.layout import shard_key
 from hsx.core.marker import Marker
-from hsx.ports import Commit
 from hsx.prepare import prepare
+from hsx.records import Commit
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME

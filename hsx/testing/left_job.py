@@ -10,8 +10,8 @@ import numpy as np
 
 from hsx.config_load import LoadedConfig, load
 from hsx.core.marker import Marker
-from hsx.ports import Commit
 from hsx.prepare import prepare
+from hsx.records import Commit
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView

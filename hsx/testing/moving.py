@@ -12,7 +12,7 @@ from hsx.core.layout import index_of_key
 from hsx.core.marker import Marker
 from hsx.locks import Homes
 from hsx.move import Mover, MoveSettings
-from hsx.ports import Commit, Receipt
+from hsx.records import Commit, Receipt
 from hsx.stores.draining import begin_draining
 from hsx.stores.group import open_store
 from hsx.stores.ledger import SqliteLedger, create
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hsx.move import Step
     from hsx.move_report import MoveReport
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 SAMPLES = 9
 LENGTHS = (1, 63, 64, 65, 128, 7, 200, 30, 64)

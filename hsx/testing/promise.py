@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hsx.config_load import LoadedConfig
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
     from hsx.verify import Damage
 
 

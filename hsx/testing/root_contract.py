@@ -21,7 +21,7 @@ from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.errors import RunError, SampleError
-from hsx.ports import Payload
+from hsx.records import Payload
 from hsx.stores.checksum import crc32c, ids_digest
 from hsx.stores.group import create_store
 from hsx.stores.root import attach_roots
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.ports import Receipt, Root
+    from hsx.ports import Root
+    from hsx.records import Receipt
     from hsx.stores.group import StoreInfo
 
 SPEC: Final = CaptureSpec((1, 2), "pre_norm")

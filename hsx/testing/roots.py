@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import Payload, Receipt, Root
+    from hsx.ports import Root
+    from hsx.records import Payload, Receipt
 
 
 class FailingRoot:

@@ -15,7 +15,7 @@ import structlog
 
 from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
-from hsx.ports import Counts
+from hsx.records import Counts
 from hsx.telemetry import Telemetry
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 
 import hsx
 from hsx.errors import EngineError, SampleError
-from hsx.ports import ServerFacts
+from hsx.records import ServerFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

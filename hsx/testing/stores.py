@@ -10,7 +10,7 @@ import numpy as np
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
-from hsx.ports import CommittedRow, Payload, Row
+from hsx.records import CommittedRow, Payload, Row
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.root import ShardRoot, attach_roots
 from hsx.stores.selection import kept_of

@@ -10,7 +10,7 @@ from hsx.clock import SystemClock
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
-from hsx.ports import Commit, Row
+from hsx.records import Commit, Row
 from hsx.space import RootsSettings, Space
 from hsx.stores.group import create_store
 from hsx.stores.ledger import SqliteLedger, create, new_run
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.sample import Lease
-    from hsx.ports import Receipt
+    from hsx.records import Receipt
 
 SAMPLES: Final = 6
 TOKENS: Final = 5

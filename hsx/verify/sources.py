@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
     from hsx.stores.reader import Store
     from hsx.stores.seal import SealedArrays
     from hsx.stores.view import UnionView

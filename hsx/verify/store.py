@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
     from hsx.verify.sources import Rows, Source
     from hsx.verify.state import VerifyState
 

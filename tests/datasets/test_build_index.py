@@ -17,7 +17,7 @@ from hsx.index import BAD_ROWS_FILE, IndexSummary, bucket_of, build_index, recor
 from hsx.stores.tokens import TokenTable, is_complete
 
 if TYPE_CHECKING:
-    from hsx.ports import BadRow
+    from hsx.records import BadRow
 
 Write = Callable[[bytes], Path]
 GOOD = b'{"id": "a", "input_ids": [1, 2, 3]}\n{"id": "b", "input_ids": [4]}\n{"id": "c", "input_ids": [5, 6, 7, 8, 9]}\n'

@@ -14,7 +14,7 @@ from hsx.datasets import open_dataset
 from hsx.datasets.fields import Bad, Columns, JsonFields
 from hsx.datasets.template import ChatTemplate, Style, TemplateError
 from hsx.datasets.turns import Call, Turn, turns_of
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 from hsx.testing.jobs import dataset_config
 
 Model = Callable[[str | None], Path]

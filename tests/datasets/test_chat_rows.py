@@ -14,7 +14,7 @@ from hsx.datasets.chat import ChatRows
 from hsx.datasets.jsonl import JsonlFile
 from hsx.datasets.rows import Limits
 from hsx.datasets.template import ChatTemplate
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 Write = Callable[[bytes], Path]
 LIMITS = Limits(vocab_size=259, max_tokens=400)

@@ -12,7 +12,7 @@ from hsx.datasets.chat import ChatRows
 from hsx.datasets.jsonl import JsonlFile
 from hsx.datasets.rows import Limits
 from hsx.datasets.template import ChatTemplate
-from hsx.ports import Row
+from hsx.records import Row
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat.jsonl"
 

@@ -10,7 +10,7 @@ import pytest
 from hsx.core.spec import ModelShape
 from hsx.datasets import open_dataset
 from hsx.index import build_index
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 from hsx.testing.jobs import dataset_config
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hsx.core.spec import ModelShape
 from hsx.datasets import detect_format, longest_allowed, open_dataset
 from hsx.datasets.jsonl import JsonlFile
 from hsx.errors import RunError
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 Write = Callable[[bytes], Path]
 SHAPE = ModelShape(hidden_size=8, layers=4, vocab_size=259, context_length=64)

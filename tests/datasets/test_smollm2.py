@@ -13,7 +13,7 @@ from hsx.datasets.rows import Limits
 from hsx.datasets.template import ChatTemplate
 from hsx.errors import RunError
 from hsx.model_config import read_model_shape
-from hsx.ports import Row
+from hsx.records import Row
 from hsx.testing import smollm2
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat.jsonl"

@@ -16,7 +16,7 @@ from hsx.core.spec import ModelShape
 from hsx.datasets import open_dataset, open_source
 from hsx.datasets.sniff import sniff
 from hsx.errors import RunError
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 from hsx.testing.jobs import dataset_config
 
 if TYPE_CHECKING:

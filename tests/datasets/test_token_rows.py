@@ -12,7 +12,7 @@ import pytest
 from hsx.datasets.jsonl import JsonlFile
 from hsx.datasets.rows import LONGEST_ID, Limits
 from hsx.datasets.tokens import TokenRows
-from hsx.ports import BadRow, Row
+from hsx.records import BadRow, Row
 
 Write = Callable[[bytes], Path]
 LIMITS = Limits(vocab_size=100, max_tokens=8)

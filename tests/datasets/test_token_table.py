@@ -12,7 +12,7 @@ import tensorstore
 import zarr
 
 from hsx.errors import RunError
-from hsx.ports import Row
+from hsx.records import Row
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.tokens import ARRAYS, CHUNK, TokenTable, is_complete
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.app import Outcome
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from hsx.testing.promise import committed_rows, damages, shards
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 pytestmark = pytest.mark.slow
 

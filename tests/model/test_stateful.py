@@ -34,7 +34,7 @@ from hsx.testing.simulated_states import simulated_states
 from hsx.testing.tiny_job import make_job
 
 if TYPE_CHECKING:
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
     from hsx.testing.lives import End, Lives
 
 SAMPLES = 24

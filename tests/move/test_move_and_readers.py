@@ -17,7 +17,7 @@ from hsx.core.sample import Lease, Sample
 from hsx.epoch import LiveEpoch
 from hsx.errors import RunError
 from hsx.locks import HOMES_LOCK
-from hsx.ports import Commit, CommittedRow
+from hsx.records import Commit, CommittedRow
 from hsx.space import RootsSettings, Space
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots

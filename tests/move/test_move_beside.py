@@ -17,7 +17,7 @@ import pytest
 from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.locks import HOMES_LOCK
-from hsx.ports import Commit, CommittedRow
+from hsx.records import Commit, CommittedRow
 from hsx.stores.group import forget_roots
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.root import attach_roots, discard_strays

@@ -15,7 +15,7 @@ from hsx.vouching import TRIES_AGAIN
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 SAMPLES = 12
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from hsx.ports import CommittedRow, Root
+    from hsx.ports import Root
+    from hsx.records import CommittedRow
 
 
 @pytest.fixture

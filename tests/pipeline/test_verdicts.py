@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from hsx.core.invariants import Answer
     from hsx.core.marker import Marker
-    from hsx.ports import ServerFacts
+    from hsx.records import ServerFacts
     from hsx.testing.servers import RunningServer
     from hsx.testing.tiny_job import TinyJob
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.sample import Lease
-    from hsx.ports import Receipt
+    from hsx.records import Receipt
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hsx import __version__
 from hsx.core.lifecycle import State
 from hsx.errors import RunError
-from hsx.ports import Counts
+from hsx.records import Counts
 from hsx.status import VERSION, StatusServer
 from hsx.telemetry import Telemetry
 

@@ -21,7 +21,7 @@ from hsx.cli import main
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
-from hsx.ports import Counts
+from hsx.records import Counts
 from hsx.status import StatusServer
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.telemetry import Telemetry

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker
 from hsx.errors import EngineError, RunError
-from hsx.ports import BadRow, Commit, Receipt
+from hsx.records import BadRow, Commit, Receipt
 from hsx.stores.ledger import SqliteLedger, create, new_run
 from hsx.stores.ledger_move import MoveLedger
 from hsx.stores.ledger_reader import LedgerReader

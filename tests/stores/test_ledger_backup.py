@@ -9,7 +9,7 @@ import pytest
 
 from hsx.core.marker import Marker
 from hsx.errors import RunError
-from hsx.ports import Commit, CommittedRow, Receipt
+from hsx.records import Commit, CommittedRow, Receipt
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_backup import BACKUP_NAME, backed_up, backup
 from hsx.stores.ledger_reader import LedgerReader

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from hsx.core.marker import Marker
-from hsx.ports import Commit, Receipt
+from hsx.records import Commit, Receipt
 from hsx.stores.ledger import SqliteLedger, create
 
 if TYPE_CHECKING:

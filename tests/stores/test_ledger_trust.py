@@ -10,7 +10,7 @@ import pytest
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker
 from hsx.errors import RunError
-from hsx.ports import Commit, CommittedRow, Receipt
+from hsx.records import Commit, CommittedRow, Receipt
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import SCHEMA_VERSION

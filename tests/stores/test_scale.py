@@ -14,7 +14,7 @@ import pytest
 import hsx
 from hsx.core.layout import StoreLayout
 from hsx.core.spec import CaptureSpec
-from hsx.ports import Row
+from hsx.records import Row
 from hsx.stores.group import create_store
 from hsx.stores.samplers import TokenBudgetSampler
 from hsx.stores.token_writer import TokenTableWriter

@@ -25,7 +25,7 @@ from hsx.testing.stores import payload, random_bits
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hsx.ports import Payload
+    from hsx.records import Payload
 
 LAYOUT = StoreLayout(samples=4, max_tokens=200, states=2, hidden_size=32)
 STORE = "11111111-1111-4111-8111-111111111111"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hsx.ports import CommittedRow
+    from hsx.records import CommittedRow
 
 
 @pytest.fixture

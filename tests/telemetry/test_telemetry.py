@@ -16,8 +16,8 @@ from hsx import metrics
 from hsx.core.invariants import INVARIANTS
 from hsx.core.lifecycle import State
 from hsx.core.marker import Marker
-from hsx.ports import Counts
 from hsx.progress_view import summary_line
+from hsx.records import Counts
 from hsx.status import StatusServer
 from hsx.status.document import Phase
 from hsx.telemetry import LAST_ERRORS, LAST_RESTARTS, Telemetry

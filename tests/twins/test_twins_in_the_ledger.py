@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker
 from hsx.errors import RunError
-from hsx.ports import Commit, Receipt
+from hsx.records import Commit, Receipt
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import MIGRATIONS, RECKONED, SCHEMA, TOTALS, TRUST
