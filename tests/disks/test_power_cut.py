@@ -62,7 +62,7 @@ class Run:
         return {index: marker for when, index, marker in self.told if when <= moment}
 
 
-def record(folder: Path, durability: str) -> Run:
+def record(folder: Path, **storage: str) -> Run:
     """Runs a job to its end in `folder`, on disks of which every write is remembered."""
     home = folder / "job"
     told = []
@@ -73,7 +73,7 @@ def record(folder: Path, durability: str) -> Run:
             longest=300,
             staging={"dump_dir": str(folder / "dumps")},
             pipeline={"concurrency": 4, "commit_samples": 3},
-            storage={"durability": durability},
+            storage=storage,
         )
         recording.begin()
         port = job.loaded.config.engine.port
@@ -99,7 +99,7 @@ def record(folder: Path, durability: str) -> Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return record(tmp_path_factory.mktemp("power"), "commit")
+    return record(tmp_path_factory.mktemp("power"))
 
 
 @contextmanager
@@ -156,8 +156,11 @@ async def rerun(job: TinyJob) -> Outcome:
 
 
 def test_relaxed_durability_costs_what_was_not_synced_and_nothing_else(tmp_path: Path) -> None:
-    """The ledger knows of samples that no disk has: the next start reads them, and has the lost ones extracted again."""
-    run = record(tmp_path, "relaxed")
+    """The ledger knows of samples that no disk has: the next start reads them, and has the lost ones extracted again.
+
+    Shards are fp8 here, so that these are cut as well.
+    """
+    run = record(tmp_path, durability="relaxed", dtype="fp8_e4m3")
     job = run.job
     moment = unsynced(run)
     with run.recording.cut(moment, None), booted(tmp_path, job, 1):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import zarr
 from torch.utils.data import DataLoader
 
 import hsx
@@ -19,12 +21,11 @@ from hsx.testing.stores import BuiltStore, build_store, random_states
 from hsx.verify import verify
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
 LENGTHS = (150, 5, 64, 90, 1, 300)
 CONTEXT = 3
+DOCS = Path(__file__).parents[2] / "docs" / "on-disk-format.md"
 
 
 def masks() -> list[NDArray[np.uint8]]:
@@ -98,6 +99,28 @@ def test_rows_are_had_as_they_are_stored(built: BuiltStore) -> None:
         return
     q, scale = raw[..., :16].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32), raw[..., 16:].copy().view("<f4")
     assert np.array_equal((q * scale).astype(ml_dtypes.bfloat16).view(np.uint16), store[3].hidden_states_numpy)
+
+
+def test_the_documented_snippets_undo_it(built: BuiltStore) -> None:
+    """With zarr-python and what the documentation says alone; the bits of a bf16 store are uint16 there."""
+    snippets = {part.split("\n")[0]: part.split("```")[0] for part in DOCS.read_text().split("```python\n# snippet: ")[1:]}
+    assert len(snippets) == 2
+    path = built.info.path
+    array = zarr.open_array(path / "hidden_states", mode="r")
+    store = hsx.open(path)
+    given = {name: zarr.open_array(path / name, mode="r")[:] for name in ("loss_mask", "offsets")}
+    for i in range(len(LENGTHS)):
+        found: dict[str, Any] = {**given, "i": i, "context": CONTEXT, "numpy": np, "torch": torch}
+        exec(snippets["positions of the rows"], found)
+        positions = found["positions"].tolist()
+        assert positions == store.positions_numpy(i).tolist()
+        found["rows"] = np.asarray(array[i, : len(positions)])
+        if built.info.layout.dtype == "bf16":
+            states = torch.from_numpy(found["rows"]).view(torch.bfloat16)
+        else:
+            exec(snippets["fp8 to bf16"], found)
+            states = found["states"]
+        assert torch.equal(states, store[i].hidden_states)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
