@@ -12,7 +12,7 @@ TRAINERS := .venvs/trainers
 JOBS := 3
 PAGE_TEST := tests/faults/test_reliability_page.py
 
-.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger bench-capture test-gpu docs clean
+.PHONY: help setup setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-tokenizers setup-system setup-tests demo test test-systemd test-faults check fast types lint format bench bench-storage bench-status bench-ledger bench-capture test-gpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,11 +41,14 @@ setup-trainers:  ## an environment with the trainers whose loaders judge exports
 setup-model: setup
 	$(BIN)/python scripts/prepare_demo_model.py build/smollm2
 
+setup-tokenizers: setup
+	PYTHON=$(BIN)/python scripts/setup_tokenizers.sh build/tokenizers
+
 setup-system:
 	scripts/setup_system.sh
 
-setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trainers, the trained model, Debian's tools
-	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-system
+setup-tests: setup  ## what `make test` needs besides: two SGLangs, a newer zarr, the trainers, a trained model, tokenizers, Debian's tools
+	@$(MAKE) --no-print-directory -j $(JOBS) setup-sglang setup-sglang-old setup-zarr setup-trainers setup-model setup-tokenizers setup-system
 
 demo: setup  ## the main job, end to end: real text, a trained model, the real SGLang, two roots
 	$(BIN)/python scripts/demo.py
@@ -81,7 +84,6 @@ format:  ## formats the code
 bench: setup  ## benchmarks, as ratios measured in one run; results in build/bench
 	mkdir -p build/bench
 	$(BIN)/python scripts/bench_index.py
-	$(BIN)/python scripts/bench_index.py --form parquet
 	$(BIN)/python scripts/bench_storage.py
 
 bench-storage: setup  ## dump to durable shard and back, against cp and other tools; build/bench/storage.json

@@ -81,6 +81,9 @@ class Dataset(Section, frozen=True, kw_only=True):
     identical: Literal["share", "extract"] = "share"
     """Samples with identical prompts, id by id: `share`: prefilled once, their shards are hard links to one file; `extract`:
     each is prefilled and stored by itself. It counts when the job's ledger is made; a later change has no effect."""
+    tokenizer_differs: Literal["refuse", "allow"] = "refuse"
+    """Where transformers' AutoTokenizer, which trainers and servers use, gives other token ids than `tokenizer.json`, which
+    hsx uses: `refuse` reads no text or conversation; `allow` goes on with the ids of `tokenizer.json`."""
     chat_template: str = ""
     """Path of a Jinja chat template that replaces the tokenizer's own."""
     template_args: dict[str, bool | int | float | str] = {}

@@ -105,7 +105,8 @@ def build_index(
                 writer.add(row)
                 length = len(row.input_ids)
                 samples, tokens, longest = samples + 1, tokens + length, max(longest, length)
-                histogram[bucket_of(length)] = histogram.get(bucket_of(length), 0) + 1
+                bucket = bucket_of(length)
+                histogram[bucket] = histogram.get(bucket, 0) + 1
                 kept = int(np.count_nonzero(row.loss_mask))
                 counted, unmasked, cut = counted + kept, unmasked + (not kept), cut + (row.cut > 0)
             if rows % PROGRESS_ROWS == 0:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hsx.commands.output import emit, emit_json, plural
 from hsx.config_load import load
 from hsx.datasets import open_dataset
+from hsx.datasets.agreement import compare
 from hsx.datasets.sniff import Sniffed, sniff
 from hsx.datasets.tokenizer import RawTokenizer
 from hsx.errors import RunError
@@ -37,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     shape = read_model_shape(loaded.model)
     seen = sniff(loaded.config)
     found = take(open_dataset(loaded.config, shape), args.rows, args.samples)
-    decode = _decoder(loaded.model)
+    tokenizer = _tokenizer(loaded.model)
+    decode = None if tokenizer is None else tokenizer.decode
+    compared = str(compare(tokenizer)) if tokenizer is not None and seen.format != "tokens" else None
     if args.json:
-        emit_json(_document(seen, found, decode))
+        emit_json(_document(seen, found, decode) | {"tokenizer": compared})
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-        emit(_text(seen, found, decode, colour=colour))
+        emit(_text(seen, found, decode, compared, colour=colour))
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":
@@ -50,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _decoder(model: Path) -> Callable[[list[int]], str] | None:
-    """Text of ids, where the model's folder has a tokenizer: a tokenised dataset needs none."""
+def _tokenizer(model: Path) -> RawTokenizer | None:
+    """The tokenizer, where the model's folder has one: a tokenised dataset needs none."""
     try:
-        return RawTokenizer(model).decode
+        return RawTokenizer(model)
     except RunError:
         return None
 
@@ -83,13 +86,16 @@ def _document(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] 
     }
 
 
-def _text(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] | None, *, colour: bool) -> str:
+def _text(
+    seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] | None, compared: str | None, *, colour: bool
+) -> str:
     rejected = "".join(f" + {count} {reason}" for reason, count in sorted(found.reasons.items()))
     more = "" if found.complete else "; there are more rows, see --rows"
     share = 100 * found.counted / found.tokens if found.tokens else 0.0
     lengths = ", ".join(f"{name} {tokens}" for name, tokens in found.quantiles().items())
     lines = [
         *seen.lines(),
+        *([f"tokenizer  {compared}"] if compared else []),
         f"rows       {found.rows} = {found.accepted} accepted{rejected}{more}",
         f"tokens     {found.tokens}, of which {found.counted} count for the loss ({share:.1f} %)"
         + (f"; {lengths}" if lengths else ""),

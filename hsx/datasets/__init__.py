@@ -80,7 +80,8 @@ def open_dataset(config: Config, shape: ModelShape, source: Source | None = None
     chosen = config.dataset
     template = Path(chosen.chat_template) if chosen.chat_template else None
     style = Style(chosen.thinking, chosen.loss_on == "last", chosen.template_args)
-    return ChatRows(source, limits, ChatTemplate(Path(config.model.path), template, style), naming, chosen.roles)
+    chat = ChatTemplate(Path(config.model.path), template, style)
+    return ChatRows(source, limits, chat, naming, chosen.roles, alike=chosen.tokenizer_differs == "refuse")
 
 
 def _open_text(config: Config, source: Source, limits: Limits, naming: Naming) -> Dataset:
@@ -89,7 +90,8 @@ def _open_text(config: Config, source: Source, limits: Limits, naming: Naming) -
 
     markers = config.dataset.text_markers
     pair = (markers[0], markers[1]) if markers else None
-    return TextRows(source, limits, RawTokenizer(Path(config.model.path)), pair, naming)
+    alike = config.dataset.tokenizer_differs == "refuse"
+    return TextRows(source, limits, RawTokenizer(Path(config.model.path)), pair, naming, alike=alike)
 
 
 def form_of(names: set[str], columns: Columns) -> Format | None:

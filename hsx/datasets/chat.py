@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hsx.datasets.agreement import require_agreement
 from hsx.datasets.fields import Bad
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
 from hsx.datasets.spans import span_mask
@@ -28,6 +29,7 @@ class ChatRows:
         template: the model's.
         naming: the names of the fields.
         roles: names of roles beside those that are known.
+        alike: whether a tokenizer that transformers loads otherwise is refused, before the first row is read.
     """
 
     def __init__(
@@ -37,15 +39,20 @@ class ChatRows:
         template: ChatTemplate,
         naming: Naming | None = None,
         roles: Mapping[str, str] | None = None,
+        *,
+        alike: bool = True,
     ) -> None:
         self._source = source
         self._limits = limits
         self._template = template
         self._naming = naming or Naming()
         self._roles = roles or {}
+        self._alike = alike
 
     def __iter__(self) -> Iterator[Row | BadRow]:
-        """All rows in file order; see `ports.Dataset`."""
+        """All rows in file order; see `ports.Dataset`. Raises RunError `chat_unavailable` too, see `agreement`."""
+        if self._alike:
+            require_agreement(self._template.tokenizer)
         return rows_of(self._source, self._row, self._naming)
 
     def fingerprint(self) -> dict[str, str]:

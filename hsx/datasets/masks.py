@@ -56,8 +56,8 @@ def _integers(fields: Fields, name: str, tokens: int, wanted: str) -> NDArray[np
 
 def _from_mask(fields: Fields, name: str, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
     values = _integers(fields, name, len(ids), "0 and 1")
-    wrong = np.flatnonzero((values != 0) & (values != 1))
-    if len(wrong):
+    if len(values) and int(values.view(np.uint64).max()) > 1:  # as unsigned numbers negative ones are huge
+        wrong = np.flatnonzero((values != 0) & (values != 1))
         raise Bad("bad_mask", f"{name}[{wrong[0]}] is {values[wrong[0]]}; expected 0 or 1")
     return values.astype(np.uint8)
 

@@ -133,7 +133,8 @@ def fitted(sample_id: str, ids: NDArray[np.int32], mask: NDArray[np.uint8], limi
     kept = mask[start:stop]
     if mask.any() and not kept.any():
         raise Bad("too_long", f"the row has {tokens} tokens; cut to {stop - start}, none is left that counts for the loss")
-    return Row(sample_id, ids[start:stop], kept, line, tokens - (stop - start))
+    # Copies: the slices would keep the whole row in memory, which may be megabytes, for as long as the few tokens left of it.
+    return Row(sample_id, ids[start:stop].copy(), kept.copy(), line, tokens - (stop - start))
 
 
 class SeenIds:

@@ -1,7 +1,6 @@
 """Rows of Parquet files and of Arrow files (`datasets` writes those), batch by batch: memory does not grow with the file.
 
-Needs pyarrow, the extra `parquet`. Lists of numbers are taken as slices of the batch's own buffers, without a Python object a
-token; so `list`, `large_list` and fixed-size lists of any integer type cost the same.
+Needs pyarrow, the extra `parquet`. `hsx.datasets.batch` has the rows of a batch.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from hsx.datasets.fields import Bad
+from hsx.datasets.batch import BatchColumns, TableFields
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from numpy.typing import NDArray
+    from hsx.datasets.fields import Bad
 
 PARQUET_MAGIC: Final = b"PAR1"
 ARROW_FILE_MAGIC: Final = b"ARROW1"
@@ -53,7 +50,7 @@ class TableFile:
         stamp = self._look()
         try:
             for batch in self._batches(pyarrow):
-                columns = _Columns(batch)
+                columns = BatchColumns(batch)
                 for row in range(batch.num_rows):
                     number += 1
                     yield number, TableFields(columns, row)
@@ -111,103 +108,6 @@ class TableFile:
 
     def _fault(self, what: str) -> RunError:
         return RunError("dataset_unreadable", f"{self.path}: {what}")
-
-
-class _Columns:
-    """One batch; list columns as numbers, made when they are first asked for."""
-
-    def __init__(self, batch: Any) -> None:  # noqa: ANN401 - pyarrow has no types
-        self.batch = batch
-        self.index = {name: number for number, name in enumerate(batch.schema.names)}
-        self._lists: dict[str, _Numbers] = {}
-
-    def numbers(self, name: str) -> _Numbers:
-        """Raises Bad `bad_type` where the column is no list of integers or booleans."""
-        if name not in self._lists:
-            self._lists[name] = _Numbers(name, self.batch.column(self.index[name]))
-        return self._lists[name]
-
-
-class _Numbers:
-    """A column of lists of integers or booleans as two arrays of numpy: all values, and where each row begins."""
-
-    def __init__(self, name: str, column: Any) -> None:  # noqa: ANN401 - pyarrow has no types
-        from pyarrow import types
-
-        kind = column.type
-        listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        if not listed or not (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type)):
-            raise Bad("bad_type", f"field {name!r} is of type {kind}; expected a list of integers")
-        self.flags = types.is_boolean(kind.value_type)
-        if types.is_fixed_size_list(kind):
-            self._offsets = (np.arange(len(column) + 1, dtype=np.int64) + column.offset) * kind.list_size
-        else:
-            self._offsets = column.offsets.to_numpy()
-        self._values = column.values
-        self._whole = self._values.null_count == 0
-        self._flat = self._values.to_numpy(zero_copy_only=False) if self._whole else None
-
-    def row(self, name: str, number: int) -> NDArray[np.int64]:
-        """int64 [tokens] of one row. Raises Bad `bad_type` for a null in it, `out_of_vocabulary` from 2^63."""
-        start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
-        if self._flat is not None:
-            values = self._flat[start:stop]
-        else:
-            part = self._values.slice(start, stop - start)
-            if part.null_count:
-                raise Bad("bad_type", f"field {name!r} has a null in it; expected a list of integers")
-            values = part.to_numpy(zero_copy_only=False)
-        if values.dtype == np.uint64 and len(values) and int(values.max()) >> 63:
-            raise Bad("out_of_vocabulary", f"field {name!r} has the value {int(values.max())}")
-        return np.asarray(values, dtype=np.int64)
-
-
-class TableFields:
-    """One row of a batch; see `fields.Fields`."""
-
-    __slots__ = ("_columns", "_row")
-
-    def __init__(self, columns: _Columns, row: int) -> None:
-        self._columns = columns
-        self._row = row
-
-    def types(self) -> dict[str, str]:
-        """See `Fields`."""
-        return {field.name: str(field.type) for field in self._columns.batch.schema}
-
-    def has(self, name: str) -> bool:
-        """See `Fields`."""
-        return name in self._columns.index and bool(self._scalar(name).is_valid)
-
-    def value(self, name: str) -> Any:  # noqa: ANN401 - any of several types
-        """See `Fields`."""
-        self._require(name)
-        try:
-            return _without_nulls(self._scalar(name).as_py())
-        except UnicodeDecodeError as error:
-            raise Bad("bad_type", f"field {name!r} is not UTF-8 text: {error}") from error
-
-    def integers(self, name: str, *, flags: bool = False) -> NDArray[np.int64]:
-        """See `Fields`."""
-        self._require(name)
-        numbers = self._columns.numbers(name)
-        if numbers.flags and not flags:
-            raise Bad("bad_type", f"field {name!r} is a list of booleans; expected a list of integers")
-        return numbers.row(name, self._row)
-
-    def _scalar(self, name: str) -> Any:  # noqa: ANN401 - pyarrow has no types
-        return self._columns.batch.column(self._columns.index[name])[self._row]
-
-    def _require(self, name: str) -> None:
-        if not self.has(name):
-            raise Bad("missing_field", f"field {name!r} is {'null' if name in self._columns.index else 'missing'}")
-
-
-def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any of several types
-    """A column of objects gives each row the fields of all rows, null where it has none of its own: those are left out."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _batch_rows(metadata: Any) -> int:  # noqa: ANN401 - pyarrow has no types

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -161,9 +162,10 @@ class ChatTemplate:
 
     def _check(self, turns: list[Turn], segments: list[Segment], order: list[int]) -> None:
         """Every piece of text is there, and the assistant's are there once."""
+        times = Counter(order)
         for number, segment in enumerate(segments):
             turn = turns[segment.turn]
-            shown = order.count(number)
+            shown = times[number]
             if shown == 0 and not (segment.thinking and self._may_leave_out(turn)):
                 what = "thinking" if segment.thinking else "text"
                 hint = "; dataset.thinking = 'drop' takes it out" if segment.thinking else ""
@@ -228,9 +230,11 @@ class ChatTemplate:
 
     def _end_of_turn(self, text: str, end: int) -> int:
         """Length of the white space and special token that follow the assistant's text; 0 where none does."""
-        gap = len(text[end:]) - len(text[end:].lstrip())
-        token = next((token for token in self.tokenizer.added if text.startswith(token, end + gap)), None)
-        return gap + len(token) if token else 0
+        begin = end
+        while begin < len(text) and text[begin].isspace():
+            begin += 1
+        token = next((token for token in self.tokenizer.added if text.startswith(token, begin)), None)
+        return begin - end + len(token) if token else 0
 
     def _end_of_call(self, text: str, end: int, found: _Found, turn: int) -> int:
         """Where a turn that ends with a call ends: after the first end-of-turn token before the next turn's text."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.datasets.agreement import require_agreement
 from hsx.datasets.fields import Bad
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
 from hsx.datasets.spans import span_mask
@@ -28,6 +29,7 @@ class TextRows:
         markers: the texts before and after what counts for the loss, such as `<|im_start|>assistant\\n` and `<|im_end|>`; the
             second counts itself. None: every token counts.
         naming: the names of the fields.
+        alike: whether a tokenizer that transformers loads otherwise is refused, before the first row is read.
     """
 
     def __init__(
@@ -37,15 +39,20 @@ class TextRows:
         tokenizer: RawTokenizer,
         markers: tuple[str, str] | None = None,
         naming: Naming | None = None,
+        *,
+        alike: bool = True,
     ) -> None:
         self._source = source
         self._limits = limits
         self._tokenizer = tokenizer
         self._markers = markers
         self._naming = naming or Naming()
+        self._alike = alike
 
     def __iter__(self) -> Iterator[Row | BadRow]:
-        """All rows in file order; see `ports.Dataset`."""
+        """All rows in file order; see `ports.Dataset`. Raises RunError `chat_unavailable` too, see `agreement`."""
+        if self._alike:
+            require_agreement(self._tokenizer)
         return rows_of(self._source, self._row, self._naming)
 
     def fingerprint(self) -> dict[str, str]:

@@ -31,6 +31,7 @@ class RawTokenizer:
         model: folder with `tokenizer.json`, and `tokenizer_config.json` where the model has one.
 
     Attributes:
+        folder: the model's.
         settings: what `tokenizer_config.json` says.
         special: text of the tokens that it names: `bos_token` and its like.
         sha256: hash of `tokenizer.json`.
@@ -50,6 +51,7 @@ class RawTokenizer:
             raise RunError(
                 "chat_unavailable", f"{file} does not exist; expected a fast tokenizer (or tokenise the dataset beforehand)"
             )
+        self.folder = model
         self.settings = _settings(model / "tokenizer_config.json")
         self.special = {name: token_text(self.settings[name]) for name in SPECIAL_NAMES if self.settings.get(name)}
         try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hsx.datasets.batch import TableFields
 from hsx.datasets.masks import mask_of
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
+from hsx.records import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hsx.datasets.fields import Fields
-    from hsx.records import BadRow, Row
+    from hsx.records import BadRow
 
 
 class TokenRows:
@@ -40,5 +42,7 @@ class TokenRows:
 
     def _row(self, sample_id: str, fields: Fields, line: int) -> Row:
         columns = self._naming.columns
+        if isinstance(fields, TableFields) and (clean := fields.clean(columns, self._limits)) is not None:
+            return Row(sample_id, *clean, line)
         ids = checked_ids(fields.integers(columns.input_ids), self._limits)
         return fitted(sample_id, ids, mask_of(fields, columns, ids), self._limits, line)

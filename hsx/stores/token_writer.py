@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
     from hsx.errors import RunError
     from hsx.records import Row
+
+
+HELD_TOKENS: Final = 1 << 18
+HELD_ROWS: Final = 4096
+"""What is held before it is written: arrays of a few tokens cost a hundred times more one by one than all at once."""
 
 
 class _ArrayWriter:
@@ -101,6 +106,10 @@ class TokenTableWriter:
         self._arrays["sample_id_offsets"].append(0)
         self._samples = 0
         self._longest = 0
+        self._ids: list[NDArray[np.int32]] = []
+        self._masks: list[NDArray[np.uint8]] = []
+        self._names: list[bytes] = []
+        self._tokens_held = 0
 
     def __enter__(self) -> Self:
         return self
@@ -109,19 +118,37 @@ class TokenTableWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, row: Row) -> int:
-        """Appends a row and returns its sample index. Raises RunError `store_unwritable`."""
-        arrays = self._arrays
-        try:
-            arrays["input_ids"].extend(row.input_ids)
-            arrays["loss_mask"].extend(row.loss_mask)
-            arrays["offsets"].append(arrays["input_ids"].length)
-            arrays["sample_ids"].extend(np.frombuffer(row.sample_id.encode(), dtype=np.uint8))
-            arrays["sample_id_offsets"].append(arrays["sample_ids"].length)
-        except OSError as error:
-            raise self._fault(error) from error
+        """Appends a row, whose arrays nobody changes afterwards, and returns its sample index.
+
+        Raises RunError `store_unwritable`, also for rows before it: some are held and written together.
+        """
+        length = len(row.input_ids)
+        self._ids.append(row.input_ids)
+        self._masks.append(row.loss_mask)
+        self._names.append(row.sample_id.encode())
+        self._tokens_held += length
         self._samples += 1
-        self._longest = max(self._longest, len(row.input_ids))
+        self._longest = max(self._longest, length)
+        if self._tokens_held >= HELD_TOKENS or len(self._ids) >= HELD_ROWS:
+            try:
+                self._write_held()
+            except OSError as error:
+                raise self._fault(error) from error
         return self._samples - 1
+
+    def _write_held(self) -> None:
+        if not self._ids:
+            return
+        arrays = self._arrays
+        for name, places, held, content in (
+            ("input_ids", "offsets", self._ids, np.concatenate(self._ids)),
+            ("sample_ids", "sample_id_offsets", self._names, np.frombuffer(b"".join(self._names), dtype=np.uint8)),
+        ):
+            ends = np.cumsum(np.fromiter(map(len, held), dtype=np.int64, count=len(held)))
+            arrays[places].extend(arrays[name].length + ends)
+            arrays[name].extend(content)
+        arrays["loss_mask"].extend(np.concatenate(self._masks))
+        self._ids, self._masks, self._names, self._tokens_held = [], [], [], 0
 
     def finish(self, dataset: dict[str, str], extra: dict[str, Any]) -> None:
         """Makes the index complete and durable, in place of an earlier one.
@@ -133,6 +160,10 @@ class TokenTableWriter:
         Raises:
             RunError: `store_unwritable`.
         """
+        try:
+            self._write_held()
+        except OSError as error:
+            raise self._fault(error) from error
         record = {
             **extra,
             "format": FORMAT,

@@ -14,24 +14,14 @@ import torch
 
 import hsx
 from hsx.testing.exports import EPS, LENGTHS, VOCAB, WIDTH, Truth
+from hsx.testing.trainers import trainers_python
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-REPOSITORY = Path(__file__).parents[2]
 DRAFT = 60
 MAX_LEN = 96
 pytestmark = pytest.mark.slow
-
-
-def trainers() -> Path:
-    """The Python of an environment with the trainers. Without it, tests fail in CI and are skipped elsewhere."""
-    path = Path(os.environ.get("HSX_TRAINERS_PYTHON") or REPOSITORY / ".venvs" / "trainers" / "bin" / "python")
-    if not path.exists():
-        reason = f"{path} is missing; run scripts/setup_trainers.sh, or set HSX_TRAINERS_PYTHON"
-        assert os.environ.get("CI", "").lower() != "true", reason
-        pytest.skip(reason)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +29,7 @@ def read(pre: Truth, post: Truth, tmp_path_factory: pytest.TempPathFactory) -> P
     """What the program found; run once, for the trainers take long to import."""
     out = tmp_path_factory.mktemp("read")
     program = Path(__file__).with_name("trainers_program.py")
-    arguments = [str(trainers()), "-W", "ignore", str(program), str(pre.path), str(post.path), str(out)]
+    arguments = [str(trainers_python()), "-W", "ignore", str(program), str(pre.path), str(post.path), str(out)]
     done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=800, cwd=out, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
