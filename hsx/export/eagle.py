@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: the final state alone."""
+"""EAGLE-1 and EAGLE-2: the final state alone, below `samples`, of which the trainer reads every file that there is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Eagle(Base):
 
     def path(self, row: int, part: int) -> str:
         """See the protocol."""
-        return f"{row_folder(row)}/data_{row}.ckpt"
+        return f"samples/{row_folder(row)}/data_{row}.ckpt"
 
     def write(self, file: CheckedFile, sample: Exported) -> None:
         """See the protocol."""

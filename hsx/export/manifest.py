@@ -57,14 +57,17 @@ def read_rows(path: Path) -> Iterator[WrittenRow]:
     Raises RunError `export_refused` for what is no such list.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except FileNotFoundError:
         return
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            yield WrittenRow(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield WrittenRow(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
 
 
 class RowList:

@@ -1,4 +1,4 @@
-"""Reads tensors of a safetensors file in place; every length and offset is checked before anything is believed."""
+"""Reads tensors of a safetensors file; every length and offset is checked before anything is believed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class SafetensorsFile:
         return str(self._about(name)["dtype"])
 
     def read(self, name: str) -> NDArray[Any]:
-        """A tensor, mapped; bfloat16 as uint16. Raises RejectedSampleError `missing_key`, `bad_type`, `unreadable`."""
+        """A tensor, in memory of its own; bfloat16 as uint16.
+
+        Raises RejectedSampleError `missing_key`, `bad_type`, `unreadable`.
+        """
         about = self._about(name)
         if about["dtype"] not in _TYPES:
             raise RejectedSampleError("bad_type", f"{name} is {about['dtype']}; expected one of {', '.join(_TYPES)}")
@@ -66,9 +69,13 @@ class SafetensorsFile:
         if begin == end:
             return np.empty(shape, kind)
         try:
-            return np.memmap(self._path, kind, "r", self._start + begin, shape)
-        except (OSError, ValueError) as error:
+            # Not mapped: a file that is cut short meanwhile would end the process with SIGBUS.
+            found = np.fromfile(self._path, kind, math.prod(shape), offset=self._start + begin)
+        except OSError as error:
             raise RejectedSampleError("unreadable", f"{name} cannot be read: {error}") from error
+        if found.size != math.prod(shape):
+            raise RejectedSampleError("unreadable", f"{name} ends after {found.nbytes} bytes; expected {end - begin}")
+        return found.reshape(shape)
 
     def _about(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:

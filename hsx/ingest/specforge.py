@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hsx.ingest.files import files_below
 from hsx.ingest.protocol import Entry, Head, RejectedSampleError, checked_ids, checked_mask, number_of
 
 if TYPE_CHECKING:
@@ -32,44 +33,44 @@ class SpecForgeFolder:
 
     def entries(self) -> Iterator[Entry]:
         """See the protocol."""
-        files = [path for ending in ("*.ckpt", "*.ckpt.gz") for path in self._folder.rglob(ending)]
-        yield from (Entry(number_of(path), path) for path in sorted(files, key=lambda path: (number_of(path), str(path))))
+        yield from (Entry(number_of(path), path) for path in files_below(self._folder, (".ckpt", ".ckpt.gz")))
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
-        raw = _load(entry.file)
-        ids = checked_ids(raw["input_ids"].reshape(-1).numpy())
-        mask = checked_mask(raw["loss_mask"].reshape(-1).numpy(), len(ids))
-        final, layers = raw["hidden_state"], raw["aux_hidden_state"]
-        for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
-            if tensor.dtype != torch.bfloat16:
-                raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
-        width = final.shape[-1]
-        for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
-            if tensor.shape[-1] != wanted or not wanted:
-                raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
-            if tensor.numel() != len(ids) * wanted:
-                raise RejectedSampleError(
-                    "tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]"
-                )
-        return Head(ids, mask, states, width)
+        return _head(_load(entry.file, mapped=True), states)
 
-    def states(self, entry: Entry) -> NDArray[np.uint16]:
+    def sample(self, entry: Entry, states: int) -> tuple[Head, NDArray[np.uint16]]:
         """See the protocol."""
-        raw = _load(entry.file)
-        width = raw["hidden_state"].shape[-1]
-        parts = [raw["aux_hidden_state"].reshape(-1, raw["aux_hidden_state"].shape[-1] // width, width)]
-        parts.append(raw["hidden_state"].reshape(-1, 1, width))
-        return torch.cat(parts, dim=1).contiguous().view(torch.uint16).numpy()
+        raw = _load(entry.file, mapped=False)
+        head = _head(raw, states)
+        layers = raw["aux_hidden_state"].reshape(-1, states - 1, head.hidden_size)
+        joined = torch.cat([layers, raw["hidden_state"].reshape(-1, 1, head.hidden_size)], dim=1)
+        return head, joined.contiguous().view(torch.uint16).numpy()
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def _head(raw: dict[str, torch.Tensor], states: int) -> Head:
+    ids = checked_ids(raw["input_ids"].reshape(-1).numpy())
+    mask = checked_mask(raw["loss_mask"].reshape(-1).numpy(), len(ids))
+    final, layers = raw["hidden_state"], raw["aux_hidden_state"]
+    for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
+        if tensor.dtype != torch.bfloat16:
+            raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
+    width = final.shape[-1]
+    for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
+        if tensor.shape[-1] != wanted or not wanted:
+            raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
+        if tensor.numel() != len(ids) * wanted:
+            raise RejectedSampleError("tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
+    return Head(ids, mask, states, width)
+
+
+def _load(path: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rb") as file:
                 raw = torch.load(io.BytesIO(file.read()), weights_only=True)
         else:
-            raw = torch.load(path, weights_only=True, mmap=True)
+            raw = torch.load(path, weights_only=True, mmap=mapped)
     except Exception as error:
         raise RejectedSampleError("unreadable", f"torch.load: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not isinstance(raw, dict):
