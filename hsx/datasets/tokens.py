@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hsx.datasets.masks import mask_of
+from hsx.datasets.masks import mask_of, require_whole
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
 
 if TYPE_CHECKING:
@@ -41,4 +41,5 @@ class TokenRows:
     def _row(self, sample_id: str, fields: Fields, line: int) -> Row:
         columns = self._naming.columns
         ids = checked_ids(fields.integers(columns.input_ids), self._limits)
+        require_whole(fields)
         return fitted(sample_id, ids, mask_of(fields, columns, ids), self._limits, line)
