@@ -23,6 +23,7 @@ KINDS: Final[dict[str, str]] = {
     "dataset_unreadable": "the dataset file cannot be opened, decompressed or decoded",
     "dataset_rejected": "the dataset has bad rows and on_bad_row is 'refuse'",
     "dataset_empty": "the dataset has no usable row",
+    "dataset_ambiguous": "a row can be read in several ways, and the job file does not say in which",
     "mask_empty": "no token of any row counts for the loss, and zero_masks is 'refuse'",
     "chat_unavailable": "conversations need the 'chat' extra, a tokenizer or a chat template that is not there",
     "model_unreadable": "the model folder has no usable config.json",

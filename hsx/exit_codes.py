@@ -43,6 +43,7 @@ _BY_KIND: Final[dict[str, ExitCode]] = {
     "dataset_unreadable": ExitCode.REFUSED,
     "dataset_rejected": ExitCode.REFUSED,
     "dataset_empty": ExitCode.REFUSED,
+    "dataset_ambiguous": ExitCode.REFUSED,
     "mask_empty": ExitCode.REFUSED,
     "chat_unavailable": ExitCode.REFUSED,
     "model_unreadable": ExitCode.REFUSED,

@@ -18,6 +18,7 @@ from hsx.datasets import longest_allowed
 from hsx.datasets.sniff import sniff
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.printable import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -47,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
         emit_json({"ok": ok, "findings": found, "dataset": asdict(seen) if seen else None, "config": config})
     else:
         emit(to_toml(config).rstrip("\n"))
-        sys.stderr.write("".join(f"{args.job}: {line}\n" for line in (seen.lines() if seen else ())))
-        sys.stderr.write("".join(f"{args.job}: {finding}\n" for finding in findings))
+        told = [*(seen.lines() if seen else ()), *findings]
+        sys.stderr.write("".join(printable(f"{args.job}: {line}\n") for line in told))
     return ExitCode.DONE if ok else ExitCode.REFUSED

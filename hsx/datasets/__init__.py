@@ -12,7 +12,7 @@ from hsx.errors import RunError
 if TYPE_CHECKING:
     from hsx.config import Config
     from hsx.core.spec import ModelShape
-    from hsx.datasets.fields import Columns
+    from hsx.datasets.fields import Columns, Fields
     from hsx.datasets.rows import Limits, Naming, Records
     from hsx.datasets.sources import Source
     from hsx.ports import Dataset
@@ -55,7 +55,8 @@ def open_dataset(config: Config, shape: ModelShape, source: Source | None = None
 
     Raises:
         RunError: `dataset_unreadable` where a file cannot be opened; `dataset_empty` where `auto` finds no row of a known
-            form; `chat_unavailable` where text cannot be tokenised; `dependency_missing` without the extra `parquet`.
+            form, `dataset_ambiguous` where it finds one of several; `chat_unavailable` where text cannot be tokenised;
+            `dependency_missing` without the extra `parquet`.
     """
     from hsx.datasets.rows import Limits
 
@@ -94,40 +95,54 @@ def _open_text(config: Config, source: Source, limits: Limits, naming: Naming) -
     return TextRows(source, limits, RawTokenizer(Path(config.model.path)), pair, naming, alike=alike)
 
 
-def form_of(names: set[str], columns: Columns) -> Format | None:
-    """The form of a row with these fields, where it has one."""
-    if columns.input_ids in names:
-        return "tokens"
-    if columns.messages in names or columns.conversations in names:
-        return "chat"
-    return "text" if columns.text in names else None
+def forms_of(fields: Fields, columns: Columns) -> dict[str, Format]:
+    """In which forms a row can be read: by the field that each needs; a field that is null is none."""
+    forms: tuple[tuple[str, Format], ...] = (
+        (columns.input_ids, "tokens"),
+        (columns.messages, "chat"),
+        (columns.conversations, "chat"),
+        (columns.text, "text"),
+    )
+    return {name: form for name, form in forms if fields.has(name)}
 
 
 def detect_format(source: Records, columns: Columns | None = None) -> Format:
     """The format of the first row that has token ids, a conversation or text; rows before it are passed over.
 
     Raises:
-        RunError: `dataset_empty` where no row has any of them, `dataset_unreadable`.
+        RunError: `dataset_ambiguous` where that row has several of them, `dataset_empty` where no row has any,
+            `dataset_unreadable`.
     """
     from hsx.datasets.fields import Bad, Columns
 
     columns = columns or Columns()
     lines = 0
     seen: list[str] | None = None
-    for _, fields in source.records():
+    for line, fields in source.records():
         lines += 1
         if isinstance(fields, Bad):
             continue
-        names = fields.types()
-        seen = list(names) if seen is None else seen
-        if found := form_of(set(names), columns):
-            return found
+        seen = list(fields.types()) if seen is None else seen
+        if found := forms_of(fields, columns):
+            if len(found) > 1:
+                raise _ambiguous(f"{getattr(source, 'path', 'the dataset')}, line {line}", found)
+            return next(iter(found.values()))
     known = ", ".join(map(repr, (columns.input_ids, columns.conversations, columns.messages)))
     raise RunError(
         "dataset_empty",
         f"{getattr(source, 'path', 'the dataset')}: none of {lines} row{'' if lines == 1 else 's'} has a field {known} or "
         f"{columns.text!r}{_found(seen)}",
     )
+
+
+def _ambiguous(where: str, found: dict[str, Format]) -> RunError:
+    ways = [f"{form!r} reads {name!r}" for name, form in found.items()]
+    if len(set(found.values())) == 1:
+        names = list(found)
+        hint = f"dataset.columns = {{ messages = {names[0]!r}, conversations = {names[0]!r} }} (or both {names[1]!r})"
+    else:
+        hint = f"dataset.format ({', '.join(ways)})"
+    return RunError("dataset_ambiguous", f"{where}: it has {' and '.join(map(repr, found))}; expected to be told which: {hint}")
 
 
 def _found(fields: list[str] | None) -> str:

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from hsx.datasets.agreement import require_agreement
 from hsx.datasets.fields import Bad
+from hsx.datasets.placing import TemplateError
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
 from hsx.datasets.spans import span_mask
-from hsx.datasets.template import ChatTemplate, TemplateError
 from hsx.datasets.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hsx.datasets.fields import Fields
+    from hsx.datasets.template import ChatTemplate
     from hsx.records import BadRow, Row
 
 
@@ -73,12 +74,12 @@ class ChatRows:
             rendered = self._template.render(turns, tools_of(fields, columns))
         except TemplateError as error:
             raise Bad("bad_chat", str(error)) from error
+        except RecursionError as error:
+            raise Bad("bad_chat", "what a call is given, or a declared function, is nested too deep") from error
         if self._limits.too_long == "reject":
             self._template.tokenizer.require_room(rendered.text, self._limits.max_tokens)
         tokens, offsets = self._template.encode(rendered.text)
         self._template.tokenizer.require_single_start(tokens)
         ids = checked_ids(tokens, self._limits)
-        mask = span_mask(offsets, rendered.spans)
-        if rendered.spans and not mask.any():
-            raise Bad("bad_chat", "no token begins in the assistant's text")
+        mask = span_mask(rendered.text, offsets, rendered.spans)
         return fitted(sample_id, ids, mask, self._limits, line)

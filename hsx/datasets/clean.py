@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.datasets.masks import IGNORED
+from hsx.datasets.fields import Bad
+from hsx.datasets.masks import IGNORED, PADDING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,6 +56,7 @@ class CleanRows:
                 given += there
                 take(batch, name, there & self._clean)
         self._clean &= given < 2
+        self._leave_out_padded(batch)
         self._bounds = list(zip(ids.starts.tolist(), ids.stops.tolist(), self._clean.tolist(), strict=True))
 
     def row(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
@@ -67,6 +69,17 @@ class CleanRows:
         if wrong.any():
             before = np.concatenate([[0], np.cumsum(wrong)])
             self._clean &= before[self._starts + self._lengths] == before[self._starts]
+
+    def _leave_out_padded(self, batch: BatchColumns) -> None:
+        """Rows whose attention mask has a 0 are not clean; one that is no list of numbers says nothing, as row by row."""
+        if PADDING not in batch.index:
+            return
+        try:
+            column = batch.numbers(PADDING)
+        except Bad:
+            return
+        before = np.concatenate([[0], np.cumsum(column.flat == 0)])
+        self._clean &= ~batch.valid(PADDING) | (before[column.stops] == before[column.starts])
 
     def _places(self, column: Numbers, rows: Bools) -> tuple[Places, Places]:
         """Where the tokens of some rows are among the ids, and where the same rows' values are in another column."""

@@ -15,10 +15,38 @@ if TYPE_CHECKING:
     from hsx.datasets.turns import Call, Turn
 
 # Tags that templates look for inside a turn's text; they stay in the frame, so that the template decides alike on both.
-_TAGS: Final = re.compile(r"(</?(?:think|tool_call|tool_response)>)")
-PLACEHOLDER: Final = re.compile("\ue0f0([0-9]+)\ue0f1")
+TAGS: Final = re.compile(r"(</?(?:think|tool_call|tool_response)>)")
+_EMPTY_THOUGHT: Final = frozenset(("<think>", "</think>"))
+_THOUGHT: Final = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_PRIVATE: Final = range(0xE0F0, 0xF8FE, 2)
 
 Places = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Two characters that enclose a placeholder's number.
+
+    A rendering of the real conversation has neither of them: what is not replaced, such as the result of a tool, the name of an
+    argument or the description of a function, would otherwise be taken for a placeholder.
+    """
+
+    opening: str
+    closing: str
+
+    def of(self, number: int) -> str:
+        """The placeholder of a piece."""
+        return f"{self.opening}{number}{self.closing}"
+
+    def split(self, text: str) -> list[str]:
+        """What stands between the placeholders, and at each odd place a placeholder's number."""
+        return re.split(f"{self.opening}([0-9]+){self.closing}", text)
+
+
+def marks_for(text: str) -> Marks | None:
+    """Marks that a text does not have; None where it has every character for private use."""
+    used = set(text)
+    return next((Marks(chr(at), chr(at + 1)) for at in _PRIVATE if used.isdisjoint((chr(at), chr(at + 1)))), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +70,12 @@ class Segment:
         return (self.text,) if escaped == self.text else (self.text, escaped)
 
 
-def framed(turns: list[Turn], *, results: bool = True) -> tuple[list[Segment], list[Turn]]:
+def framed(turns: list[Turn], marks: Marks, *, results: bool = True) -> tuple[list[Segment], list[Turn]]:
     """The conversation with a placeholder for every piece of text, and what the placeholders stand for.
 
     Args:
         turns: the conversation.
+        marks: what the placeholders are made of.
         results: whether the text of tools is replaced, too. Some templates write a result that is JSON in another way than one
             that is text; then it has to stay as it is, for the template to decide alike.
     """
@@ -59,7 +88,7 @@ def framed(turns: list[Turn], *, results: bool = True) -> tuple[list[Segment], l
         lead, _, trail = text.partition(bare)
         segments.append(Segment(index, bare, thinking))
         # White space around the text stays in the frame: the template strips it on both sides, or on neither.
-        return f"{lead}\ue0f0{len(segments) - 1}\ue0f1{trail}"
+        return f"{lead}{marks.of(len(segments) - 1)}{trail}"
 
     def call(index: int, given: Call) -> Call:
         return replace(given, name=hold(index, given.name, whole=True), arguments=leaves(index, given.arguments))
@@ -78,7 +107,9 @@ def framed(turns: list[Turn], *, results: bool = True) -> tuple[list[Segment], l
             continue
         assistant = turn.role == "assistant"
         thinking = hold(index, turn.thinking, thinking=True)
-        parts = _TAGS.split(turn.content)
+        parts = TAGS.split(turn.content)
+        if not any(part.strip() for part in parts[::2]) and not (assistant and set(parts[1::2]) <= _EMPTY_THOUGHT):
+            parts = [turn.content]  # a text that is nothing but tags; an empty block of thinking is no text
         for at in range(0, len(parts), 2):
             parts[at] = hold(index, parts[at], thinking=assistant and at > 0 and parts[at - 1] == "<think>")
         calls = tuple(call(index, each) for each in turn.calls)
@@ -96,9 +127,28 @@ def result_forms(text: str) -> tuple[str, ...]:
     return (*forms, json.dumps(value, ensure_ascii=False), json.dumps(value))
 
 
-def edges(content: str) -> tuple[str, str]:
+def numbers_framed(turns: list[Turn], marks: Marks) -> tuple[int, list[Turn]]:
+    """The conversation with a placeholder for each number and flag among the arguments of calls, and how many those are."""
+    count = 0
+
+    def leaves(value: Any) -> Any:  # noqa: ANN401 - JSON is any of several types
+        nonlocal count
+        if isinstance(value, dict):
+            return {key: leaves(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [leaves(inner) for inner in value]
+        if isinstance(value, int | float):
+            count += 1
+            return marks.of(count - 1)
+        return value
+
+    calls = [tuple(replace(call, arguments=leaves(call.arguments)) for call in turn.calls) for turn in turns]
+    return count, [replace(turn, calls=made) if made else turn for turn, made in zip(turns, calls, strict=True)]
+
+
+def edges(content: str, marks: Marks) -> tuple[str, str]:
     """The tags before the first and after the last placeholder of a turn, which are its text as well."""
-    pieces = PLACEHOLDER.split(content)
+    pieces = marks.split(content)
     return pieces[0].lstrip(), pieces[-1].rstrip()
 
 
@@ -127,7 +177,14 @@ def filled(text: str, literals: list[str], fillings: list[tuple[str, ...]]) -> P
 
 
 def without_thinking(turn: Turn) -> Turn:
-    """The turn without what the assistant thought: neither `<think>...</think>` nor a field of its own."""
-    if turn.role != "assistant" or not (turn.thinking or "</think>" in turn.content):
+    """The turn without what the assistant thought: no field of its own, no `<think>...</think>`, and nothing before a
+    `</think>` that stands alone, whose beginning the generation prompt wrote. A `<think>` that never ends stays.
+    """
+    if turn.role != "assistant":
         return turn
-    return replace(turn, content=turn.content.rpartition("</think>")[2].lstrip(), thinking="")
+    content = _THOUGHT.sub("", turn.content)
+    _, closing, rest = content.partition("</think>")
+    content = rest if closing else content
+    if content == turn.content and not turn.thinking:
+        return turn
+    return replace(turn, content=content.lstrip(), thinking="")

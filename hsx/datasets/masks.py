@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 IGNORED: Final = -100
 """What labels have where a token does not count."""
+MASKS: Final = frozenset(("loss_mask", "labels", "prompt_length"))
+PADDING: Final = "attention_mask"
 
 
 def mask_of(fields: Fields, columns: Columns, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
     """uint8 [tokens] of 0 and 1: what the row says, in any of its forms; all ones where it has none of them.
 
     Raises Bad: `bad_mask` where a value is none that can be, or two forms contradict each other; `mask_length`; `bad_type`,
-    `not_json`.
+    `not_json`; `missing_field` where the job file names a field for it and the row has none.
     """
     forms: list[tuple[str, Callable[[Fields, str, NDArray[np.int32]], NDArray[np.uint8]]]] = [
         (columns.loss_mask, _from_mask),
@@ -29,6 +31,9 @@ def mask_of(fields: Fields, columns: Columns, ids: NDArray[np.int32]) -> NDArray
         (columns.prompt_length, _from_prompt),
     ]
     found = [(name, read(fields, name, ids)) for name, read in forms if fields.has(name)]
+    named = [name for name in (columns.loss_mask, columns.labels, columns.prompt_length) if name not in MASKS]
+    if not found and named:
+        raise Bad("missing_field", f"field {named[0]!r}, which dataset.columns names, is missing or null; expected a loss mask")
     if not found:
         return np.ones(len(ids), dtype=np.uint8)
     first, mask = found[0]
@@ -38,6 +43,21 @@ def mask_of(fields: Fields, columns: Columns, ids: NDArray[np.int32]) -> NDArray
             at = int(differing[0])
             raise Bad("bad_mask", f"{first} says {mask[at]} of token {at}, and {name} says {other[at]}; expected them to agree")
     return mask
+
+
+def require_whole(fields: Fields) -> None:
+    """Raises Bad `bad_mask` where the row is padded: its `attention_mask` has a 0. One of another form says nothing."""
+    if not fields.has(PADDING):
+        return
+    try:
+        values = np.asarray(fields.integers(PADDING, flags=True), dtype=np.int64)
+    except (Bad, OverflowError):
+        return
+    padded = np.flatnonzero(values == 0)
+    if len(padded):
+        raise Bad(
+            "bad_mask", f"{PADDING}[{padded[0]}] is 0, and {len(padded)} of {len(values)} are; expected rows without padding"
+        )
 
 
 def _integers(fields: Fields, name: str, tokens: int, wanted: str) -> NDArray[np.int64]:

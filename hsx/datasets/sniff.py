@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from hsx.datasets import detect_format, naming_of, open_source
 from hsx.datasets.fields import Bad
+from hsx.printable import printable
 
 if TYPE_CHECKING:
     from hsx.config import Config
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 MASKS: Final = ("loss_mask", "labels", "prompt_length")
 USED: Final = {"tokens": ("input_ids", *MASKS), "chat": ("messages", "conversations", "tools"), "text": ("text",)}
 IGNORED_SHOWN: Final = 8
+FIELDS_SHOWN: Final = 40
+LONGEST_SHOWN: Final = 80
+SYSTEM: Final = "system"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,16 @@ class Sniffed:
         """As text, one fact a line."""
         count = len(self.files)
         where = self.files[0] if count == 1 else f"{count} files, {self.files[0]} to {self.files[-1]}"
-        skipped = ", ".join(self.ignored[:IGNORED_SHOWN]) + (" ..." if len(self.ignored) > IGNORED_SHOWN else "")
+        where = printable(where, keep="")
+        skipped = printable(", ".join(self.ignored[:IGNORED_SHOWN]), keep="")
+        skipped += " ..." if len(self.ignored) > IGNORED_SHOWN else ""
+        # What is used comes first: a table may have thousands of columns.
+        ordered = sorted(self.fields, key=lambda name: name not in self.used)
         schema = [
-            f"{name}: {kind}" + (f" as {self.used[name]}" if name in self.used else "") for name, kind in self.fields.items()
+            f"{_short(name)}: {_short(self.fields[name])}" + (f" as {self.used[name]}" if name in self.used else "")
+            for name in ordered[:FIELDS_SHOWN]
         ]
+        schema += [f"{len(ordered) - FIELDS_SHOWN} more"] if len(ordered) > FIELDS_SHOWN else []
         return [
             f"dataset    {where}, {self.kind}, {self.nbytes} bytes" + (f"; not read: {skipped}" if skipped else ""),
             f"format     {self.format}" + (", told from the first row" if self.told else ", as the job file says"),
@@ -86,6 +96,11 @@ def sniff(config: Config) -> Sniffed:
     )
 
 
+def _short(text: str) -> str:
+    """A name or a type, printable and not too long."""
+    return printable(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}...", keep="")
+
+
 def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: str) -> list[str]:
     notes = []
     if config.dataset.ids == "number":
@@ -95,6 +110,8 @@ def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: s
     others = [role for role in ("input_ids", "messages", "conversations", "text") if role not in USED[form]]
     if left := [getattr(columns, role) for role in others if getattr(columns, role) in names]:
         notes.append(f"{', '.join(left)} could be read as well; dataset.format chooses")
+    if form == "chat" and SYSTEM in names:
+        notes.append(f"the field {SYSTEM!r} is not read; expected as the first turn where it is to be seen")
     if form == "tokens" and not any(getattr(columns, role) in names for role in MASKS):
         notes.append("no loss mask, labels or prompt length: every token counts for the loss")
     if form == "text" and not config.dataset.text_markers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from hsx.datasets.fields import Bad, Fields
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".ndjson", ".parquet", ".arrow")
+TABLES: Final = (".parquet", ".arrow")
 STATE_FILE: Final = "state.json"
 SPLITS_FILE: Final = "dataset_dict.json"
 _WILD: Final = "*?["
 _ARROW_STREAM: Final = b"\xff\xff\xff\xff"
+_LFS_POINTER: Final = b"version https://git-lfs"
 LISTED: Final = 8
 
 
@@ -127,7 +130,8 @@ def find_files(path: Path) -> FoundFiles:
             order of their names; or a pattern with `*`, `?`, `[...]` or `**`.
 
     Raises:
-        RunError: `dataset_unreadable` where nothing is there, or a saved dataset has several splits or an index of rows.
+        RunError: `dataset_unreadable` where nothing is there, a link leads nowhere, or a saved dataset has several splits or an
+            index of rows.
     """
     try:
         if path.is_dir():
@@ -171,28 +175,61 @@ def _saved(folder: Path) -> FoundFiles | None:
 
 
 def _folder(folder: Path) -> FoundFiles:
-    there = sorted(
-        (file for file in folder.rglob("*") if file.is_file() and not _hidden(file.relative_to(folder))),
-        key=lambda file: file.relative_to(folder).parts,
-    )
-    taken = [file for file in there if file.name.endswith(SUFFIXES)]
-    names = [str(file.relative_to(folder)) for file in there if not file.name.endswith(SUFFIXES)]
-    if not taken:
+    there: list[Path] = []
+    left: list[Path] = []
+    for file in _below(folder, folder, {folder.resolve()}):
+        data = file.name.endswith(SUFFIXES)
+        if data and not file.is_dir():
+            _require_there(file)
+        (there if data and file.is_file() else left).append(file)
+    names = [str(file.relative_to(folder)) for file in left]
+    if not there:
         raise RunError(
             "dataset_unreadable",
             f"{folder} is a folder without a data file; expected files ending in {', '.join(SUFFIXES)}"
             + (f"; it has {', '.join(names[:LISTED])}" if names else ""),
         )
-    return FoundFiles(tuple(taken), tuple(str(file.relative_to(folder)) for file in taken), tuple(names))
+    there.sort(key=lambda file: file.relative_to(folder).parts)
+    return FoundFiles(tuple(there), tuple(str(file.relative_to(folder)) for file in there), tuple(sorted(names)))
+
+
+def _below(folder: Path, top: Path, seen: set[Path]) -> Iterator[Path]:
+    """What a folder has, at all levels, and is not hidden; links to folders are followed, each folder is read once.
+
+    A folder that was read already, such as one that a link leads back to, comes as itself. Raises OSError, as `rglob` does not.
+    """
+    for entry in sorted(folder.iterdir()):
+        if _hidden(entry.relative_to(top)):
+            continue
+        real = entry.resolve() if entry.is_dir() else None
+        if real is None or real in seen:
+            yield entry
+            continue
+        seen.add(real)
+        yield from _below(entry, top, seen)
 
 
 def _pattern(path: Path) -> FoundFiles:
     fixed = next(number for number, part in enumerate(path.parts) if any(letter in part for letter in _WILD))
-    base, wild = Path(*path.parts[:fixed]), str(Path(*path.parts[fixed:]))
-    taken = sorted((file for file in base.glob(wild) if file.is_file()), key=lambda file: file.relative_to(base).parts)
+    base, wild = Path(*path.parts[:fixed]), Path(*path.parts[fixed:])
+    hidden = _hidden(wild)  # a pattern that names them means them
+    found = sorted(base.glob(str(wild)), key=lambda file: file.relative_to(base).parts)
+    meant = [file for file in found if hidden or not _hidden(file.relative_to(base))]
+    for file in meant:
+        _require_there(file)
+    taken = [file for file in meant if file.is_file()]
     if not taken:
         raise RunError("dataset_unreadable", f"{path}: no file is called so; expected at least one")
-    return FoundFiles(tuple(taken), tuple(str(file.relative_to(base)) for file in taken))
+    names = [str(file.relative_to(base)) for file in taken]
+    chosen = set(taken)
+    left = [str(file.relative_to(base)) for file in found if file not in chosen]
+    return FoundFiles(tuple(taken), tuple(names), tuple(left))
+
+
+def _require_there(file: Path) -> None:
+    """Raises RunError `dataset_unreadable` for a link that leads nowhere, which would be passed over like what is not there."""
+    if file.is_symlink() and not file.exists():
+        raise RunError("dataset_unreadable", f"{file} is a link that leads nowhere; expected a link to a file, or none")
 
 
 def _hidden(path: Path) -> bool:
@@ -209,14 +246,21 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _reader(path: Path) -> JsonlFile | TableFile:
     try:
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            raise RunError("dataset_unreadable", f"{path} is a pipe or a device; expected a file, which can be read twice")
         with path.open("rb") as file:
-            first = file.read(8)
+            first = file.read(len(_LFS_POINTER))
     except IsADirectoryError:
         first = b""  # JsonlFile says so
     except OSError as error:
         raise RunError("dataset_unreadable", f"{path}: {error.strerror or error}") from error
+    if first == _LFS_POINTER:
+        raise RunError("dataset_unreadable", f"{path} is a pointer of Git LFS; expected the data itself: git lfs pull")
     if first.startswith(PARQUET_MAGIC):
         return TableFile(path, "parquet")
     if first.startswith((ARROW_FILE_MAGIC, _ARROW_STREAM)):
         return TableFile(path, "arrow")
+    if not first and path.name.endswith(TABLES):
+        raise RunError("dataset_unreadable", f"{path} is empty; expected a Parquet or Arrow file: it may have been cut short")
     return JsonlFile(path)

@@ -15,7 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hsx.datasets.frame import PLACEHOLDER, Places, Segment, edges, filled, framed, result_forms, without_thinking
+from hsx.datasets.frame import TAGS, edges, filled, framed, marks_for, numbers_framed, result_forms, without_thinking
+from hsx.datasets.placing import Placed, Spans, TemplateError, Tools
 from hsx.datasets.tokenizer import RawTokenizer
 from hsx.datasets.turns import Call, Turn
 from hsx.errors import RunError
@@ -24,15 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-Tools = list[dict[str, Any]]
-Spans = tuple[tuple[int, int], ...]
+    from hsx.datasets.frame import Marks, Segment
+
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END_OF_MESSAGE: Final = "<|eom_id|>"  # Llama's, after a call
+SHOWN: Final = 40
 _PROBE_CALL: Final = Call("probe_function", {"probe_key": "probe_value"})
-
-
-class TemplateError(Exception):
-    """This conversation cannot be rendered, or not be told apart from the template's own text; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +108,7 @@ class ChatTemplate:
         self._marks = _GENERATION.search(self._template) is not None
         self._call_form: tuple[str | None, bool] | None = None
         self._ends: frozenset[str] | None = None
+        self._knows: bool | None = None
 
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of `tokenizer.json` and of the template's text, and how it is used."""
@@ -134,21 +133,34 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the conversation, drops or rewrites a turn's text, or its frame is ambiguous.
         """
-        given = [without_thinking(turn) for turn in turns] if self._style.thinking == "drop" else list(turns)
-        text, marks = self._apply(given, tools)
-        found = self._placed(text, given, tools, results=True)
+        given = self._without_thinking(turns) if self._style.thinking == "drop" else list(turns)
+        text, generated = self._apply(given, tools)
+        marks = marks_for(text)
+        if marks is None:
+            raise TemplateError("it has every character for private use; expected some that can stand for text")
+        found = self._placed(text, marks, given, tools, results=True)
         if found is None and any(turn.role == "tool" for turn in given):
-            found = self._placed(text, given, tools, results=False)
+            found = self._placed(text, marks, given, tools, results=False)
         if found is None:
             raise TemplateError("the rendering is not the template's own text with the turns' text in it: a turn was rewritten")
-        spans = self._marked(found, marks) if self._marks else self._spans(text, found)
-        return Rendered(text, self._last(spans, found) if self._style.last_turn else spans)
+        self._require_tools(text, given, tools)
+        self._require_numbers(marks, given, tools)
+        spans = self._marked(text, found, generated) if self._marks else self._spans(text, found)
+        found.require_faithful(spans, marked=self._marks)
+        return Rendered(text, self._chosen(spans, found))
 
-    def _placed(self, text: str, turns: list[Turn], tools: Tools | None, *, results: bool) -> _Found | None:
+    def _without_thinking(self, turns: Sequence[Turn]) -> list[Turn]:
+        given = [without_thinking(turn) for turn in turns]
+        for number, turn in enumerate(given, 1):
+            if turn.role == "assistant" and ("<think>" in turn.content or "</think>" in turn.content):
+                raise TemplateError(f"it cannot be told what of turn {number} is thinking: its tags do not match")
+        return given
+
+    def _placed(self, text: str, marks: Marks, turns: list[Turn], tools: Tools | None, *, results: bool) -> Placed | None:
         """Where each piece of text is in the rendering; None where it is not the frame filled with them."""
-        segments, frames = framed(turns, results=results)
+        segments, frames = framed(turns, marks, results=results)
         frame, _ = self._apply(frames, tools)
-        pieces = PLACEHOLDER.split(frame)
+        pieces = marks.split(frame)
         literals, order = pieces[::2], [int(number) for number in pieces[1::2]]
         self._check(turns, segments, order)
         for number, turn in enumerate(turns, 1):
@@ -158,14 +170,35 @@ class ChatTemplate:
             if not any(name in literal for literal in literals):
                 raise TemplateError(f"the template leaves out the declared function {name!r}")
         places = filled(text, literals, [segments[number].forms for number in order])
-        return None if places is None else _Found(turns, frames, segments, order, places, tools)
+        if places is None:
+            return None
+        return Placed(turns, frames, marks, segments, order, places, tools, results=results)
+
+    def _require_tools(self, text: str, turns: list[Turn], tools: Tools | None) -> None:
+        """Declared functions change the rendering: that a name is in it says little where it is a common word."""
+        if not tools:
+            return
+        try:
+            without, _ = self._apply(turns, None)
+        except TemplateError:
+            return
+        if without == text:
+            raise TemplateError("the template leaves out the declared functions")
+
+    def _require_numbers(self, marks: Marks, turns: list[Turn], tools: Tools | None) -> None:
+        """The numbers among the arguments of calls are rendered, too. They cannot be placed: templates decide by their type."""
+        count, frames = numbers_framed(turns, marks)
+        if count:
+            shown = set(marks.split(self._apply(frames, tools)[0])[1::2])
+            if len(shown) < count:
+                raise TemplateError("the template leaves out a number among the arguments of a call")
 
     def _check(self, turns: list[Turn], segments: list[Segment], order: list[int]) -> None:
         """Every piece of text is there, and the assistant's are there once."""
-        times = Counter(order)
+        counts = Counter(order)
         for number, segment in enumerate(segments):
             turn = turns[segment.turn]
-            shown = times[number]
+            shown = counts[number]
             if shown == 0 and not (segment.thinking and self._may_leave_out(turn)):
                 what = "thinking" if segment.thinking else "text"
                 hint = "; dataset.thinking = 'drop' takes it out" if segment.thinking else ""
@@ -177,48 +210,84 @@ class ChatTemplate:
 
     def _may_leave_out(self, turn: Turn) -> bool:
         """Whether thinking may go: not where it must be kept, and not where the template knows no field for it."""
-        knows = not turn.thinking or "reasoning_content" in self._template or "thinking" in self._template
-        return self._style.thinking != "keep" and knows
+        return self._style.thinking != "keep" and (not turn.thinking or self._knows_thinking())
 
-    def _spans(self, text: str, found: _Found) -> Spans:
+    def _knows_thinking(self) -> bool:
+        """Whether the template renders that field, at least of a last turn. Its source does not tell (`enable_thinking`)."""
+        if self._knows is None:
+            turns = [Turn("user", "probe_question"), Turn("assistant", "probe_answer", "probe_thought")]
+            try:
+                self._knows = "probe_thought" in self._apply(turns, None)[0]
+            except TemplateError:
+                self._knows = False
+        return self._knows
+
+    def _spans(self, text: str, found: Placed) -> Spans:
         spans = []
         for turn, (first, last) in found.bounds.items():
             given = found.turns[turn]
             if given.role != "assistant":
                 continue
-            floor = found.floor[turn]
-            before, after = edges(found.framed[turn].content)
-            start = first - len(before) if before and text.endswith(before, floor, first) else first
+            _, after = edges(found.framed[turn].content, found.marks)
             end = last + len(after) if after and text.startswith(after, last) else last
-            earlier, prompt = self._prompt_of(found.turns[:turn], found.tools)
-            at = text.rfind(prompt, floor, start) if prompt else -1
-            if at < 0 and given.calls and not given.content.strip():
-                # What frames the call is the assistant's: it begins where the rendering of the earlier turns ends.
-                if not (floor <= len(earlier) <= start and text.startswith(earlier)):
-                    raise TemplateError(
-                        f"it cannot be told where the call of turn {turn + 1} begins: no generation prompt is there"
-                    )
-                start = len(earlier)
-            begin = at + len(prompt) if at >= 0 else start
-            stop = self._end_of_call(text, end, found, turn) if given.calls else end + self._end_of_turn(text, end)
-            spans.append((begin, stop))
+            spans.append((self._begin(text, found, turn, first), self._end(text, found, turn, end)))
         return tuple(spans)
 
-    def _marked(self, found: _Found, marks: Spans) -> Spans:
-        """What the template marks; no other turn's text may be in it."""
-        for turn, (first, last) in found.bounds.items():
-            if found.turns[turn].role != "assistant" and any(start < last and first < end for start, end in marks):
-                raise TemplateError(
-                    f"the template marks the text of turn {turn + 1} (role {found.turns[turn].role!r}) as generated"
-                )
+    def _begin(self, text: str, found: Placed, turn: int, first: int) -> int:
+        """Where what the model writes begins: behind the generation prompt; where there is none, with the text."""
+        given, floor = found.turns[turn], found.floor[turn]
+        earlier, prompt = self._prompt_of(found.turns[:turn], found.tools)
+        at = text.rfind(prompt, floor, first) if prompt else -1
+        if at >= 0:
+            found.require_own(prompt, turn)
+            return at + len(prompt)
+        before, _ = edges(found.framed[turn].content, found.marks)
+        start = first - len(before) if before and text.endswith(before, floor, first) else first
+        follows = floor <= len(earlier) <= start and text.startswith(earlier)
+        if given.calls and not given.content.strip():
+            # What frames the call is the assistant's: it begins where the rendering of the earlier turns ends.
+            if not follows:
+                raise TemplateError(f"it cannot be told where the call of turn {turn + 1} begins: it has no generation prompt")
+            return len(earlier)
+        # Templates of Llama 2's kind end a prompt without white space, and begin the answer with some: the model writes it.
+        return len(earlier) if follows and not text[len(earlier) : start].strip() else start
+
+    def _end(self, text: str, found: Placed, turn: int, end: int) -> int:
+        """Where what the model writes ends: with the token that ends the turn, else with the text."""
+        limit = found.next_text(end, len(text))
+        if found.turns[turn].calls or found.last[turn].thinking:
+            return self._end_without_text(text, found, turn, end, limit)
+        direct = self._end_of_turn(text, end, limit)
+        token = text[end : end + direct].strip()
+        if token in self._end_tokens():
+            return end + direct
+        # The template may close a block of thinking by itself before it ends the turn.
+        stop = self._first_end(text, end, limit)
+        if stop is not None and not TAGS.sub("", text[end : stop[0]]).strip():
+            return stop[1]
+        return end if TAGS.fullmatch(token) else end + direct
+
+    def _marked(self, text: str, found: Placed, marks: Spans) -> Spans:
+        """What the template marks: all of it has to be text of the assistant's, with what stands around it."""
+        spans: list[tuple[int, int]] = []
+        for start, end in sorted(marks):
+            if spans and not text[spans[-1][1] : start].strip():
+                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+            elif text[start:end].strip():
+                spans.append((start, end))
+        silent = any(turn.role == "assistant" and number not in found.bounds for number, turn in enumerate(found.turns))
+        for start, end in () if silent else spans:
+            if not any(start <= piece.start < end for piece in found.pieces):
+                raise TemplateError(f"the template marks {text[start:end][:SHOWN]!r} as generated, which is no turn's text")
         return marks
 
-    def _last(self, spans: Spans, found: _Found) -> Spans:
-        last = max((number for number, turn in enumerate(found.turns) if turn.role == "assistant"), default=-1)
-        if last not in found.bounds:
-            return ()
-        first, end = found.bounds[last]
-        return tuple(span for span in spans if span[0] < end and first < span[1])
+    def _chosen(self, spans: Spans, found: Placed) -> Spans:
+        """The spans of the turns that count: not those that the dataset leaves out; with `last_turn` of the last one alone."""
+        turns = [number for number, turn in enumerate(found.turns) if turn.role == "assistant"]
+        if not self._style.last_turn and all(found.turns[number].counts for number in turns):
+            return spans
+        chosen = turns[-1:] if self._style.last_turn else turns
+        return found.of_turns(spans, {number for number in chosen if found.turns[number].counts})
 
     def _prompt_of(self, turns: list[Turn], tools: Tools | None) -> tuple[str, str]:
         """The rendering of `turns`, and what the template adds to make the model speak; each "" where that cannot be told."""
@@ -228,24 +297,32 @@ class ChatTemplate:
             return "", ""
         return without, prompted[len(without) :] if prompted.startswith(without) else ""
 
-    def _end_of_turn(self, text: str, end: int) -> int:
-        """Length of the white space and special token that follow the assistant's text; 0 where none does."""
+    def _end_of_turn(self, text: str, end: int, limit: int) -> int:
+        """Length of the white space and special token that follow the assistant's text, before `limit`; 0 where none does."""
         begin = end
-        while begin < len(text) and text[begin].isspace():
+        while begin < limit and text[begin].isspace():
             begin += 1
-        token = next((token for token in self.tokenizer.added if text.startswith(token, begin)), None)
+        token = next((token for token in self.tokenizer.added if text.startswith(token, begin, limit)), None)
         return begin - end + len(token) if token else 0
 
-    def _end_of_call(self, text: str, end: int, found: _Found, turn: int) -> int:
-        """Where a turn that ends with a call ends: after the first end-of-turn token before the next turn's text."""
-        limit = min((start for start, _ in found.places if start >= end), default=len(text))
-        if turn + 1 < len(found.turns) and turn + 1 not in found.bounds:  # a result that was left in the frame
-            later = (text.find(form, end, limit) for form in result_forms(found.turns[turn + 1].content))
+    def _first_end(self, text: str, end: int, limit: int) -> tuple[int, int] | None:
+        """The first token that ends a turn in this part of the rendering."""
+        found = ((text.find(token, end, limit), len(token)) for token in self._end_tokens())
+        return min(((at, at + size) for at, size in found if at >= 0), default=None)
+
+    def _end_without_text(self, text: str, found: Placed, turn: int, end: int, limit: int) -> int:
+        """Where a turn ends that ends with a call or with thinking: after the first end-of-turn token before the next turn."""
+        if turn + 1 < len(found.turns) and turn + 1 not in found.bounds:
+            # The next turn has no text, or its text stayed in the frame: its own end must not be taken for this one's.
+            later = (text.find(form, end, limit) for form in result_forms(found.turns[turn + 1].content) if form)
             limit = min((at for at in later if at >= 0), default=limit)
-        ends = [text.find(token, end, limit) + len(token) for token in self._end_tokens() if text.find(token, end, limit) >= 0]
-        if not ends:
-            raise TemplateError(f"it cannot be told where the call of turn {turn + 1} ends: no end-of-turn token follows it")
-        return min(ends)
+            whole, _ = self._prompt_of(found.turns[: turn + 1], found.tools)
+            limit = min(limit, len(whole)) if end <= len(whole) and text.startswith(whole) else limit
+        stop = self._first_end(text, end, limit)
+        if stop is None:
+            what = "call" if found.turns[turn].calls else "thinking"
+            raise TemplateError(f"it cannot be told where the {what} of turn {turn + 1} ends: no end-of-turn token follows it")
+        return stop[1]
 
     def _end_tokens(self) -> frozenset[str]:
         """The tokens that end a turn: what this template writes after a plain answer, and the tokenizer's end of text."""
@@ -259,7 +336,7 @@ class ChatTemplate:
             except TemplateError:
                 text = ""
             at = text.find("probe_answer") + len("probe_answer")
-            found.add(text[at : at + self._end_of_turn(text, at)].strip())
+            found.add(text[at : at + self._end_of_turn(text, at, len(text))].strip())
             self._ends = frozenset(found - {""})
         return self._ends
 
@@ -311,36 +388,6 @@ class ChatTemplate:
             message["content"] = turn.content or empty
             message["tool_calls"] = [_call_message(call, as_object=as_object) for call in turn.calls]
         return message
-
-
-class _Found:
-    """Where each turn's text stands in a rendering.
-
-    Attributes:
-        bounds: of each turn with text, in order: from its first to behind its last piece.
-        floor: of each of them, where the text before it ends.
-    """
-
-    def __init__(
-        self,
-        turns: list[Turn],
-        frames: list[Turn],
-        segments: list[Segment],
-        order: list[int],
-        places: Places,
-        tools: Tools | None,
-    ) -> None:
-        self.turns, self.framed, self.places, self.tools = turns, frames, places, tools
-        bounds: dict[int, tuple[int, int]] = {}
-        self.floor: dict[int, int] = {}
-        end_before = 0
-        for number, (start, end) in zip(order, places, strict=True):
-            turn = segments[number].turn
-            first, _ = bounds.get(turn, (start, end))
-            self.floor.setdefault(turn, end_before)
-            bounds[turn] = (min(first, start), end)
-            end_before = end
-        self.bounds = dict(sorted(bounds.items()))
 
 
 def _call_message(call: Call, *, as_object: bool) -> dict[str, Any]:

@@ -78,16 +78,22 @@ class TextRows:
         ids = checked_ids(tokens, self._limits)
         mask = np.ones(len(ids), dtype=np.uint8)
         if self._markers is not None:
-            mask = span_mask(offsets, marked(text, *self._markers))
+            mask = span_mask(text, offsets, marked(text, *self._markers))
         return fitted(sample_id, ids, mask, self._limits, line)
 
 
 def marked(text: str, begin: str, end: str) -> list[tuple[int, int]]:
-    """[start, end) in characters of what stands after each `begin`, up to and with the next `end`, or to the text's end."""
+    """[start, end) in characters of what stands after each `begin`, up to and with the next `end`, or to the text's end.
+
+    Raises Bad `bad_mask` where another `begin` comes before the `end`: what stands between them is someone else's.
+    """
     spans, at = [], 0
     while (found := text.find(begin, at)) >= 0:
         start = found + len(begin)
         close = text.find(end, start)
         at = len(text) if close < 0 else close + len(end)
+        again = text.find(begin, start, at)
+        if again >= 0:
+            raise Bad("bad_mask", f"{begin!r} at character {found} is followed by another at {again}; expected {end!r} between")
         spans.append((start, at))
     return spans

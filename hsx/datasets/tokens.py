@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hsx.datasets.batch import TableFields
-from hsx.datasets.masks import mask_of
+from hsx.datasets.masks import mask_of, require_whole
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
 from hsx.records import Row
 
@@ -45,4 +45,5 @@ class TokenRows:
         if isinstance(fields, TableFields) and (clean := fields.clean(columns, self._limits)) is not None:
             return Row(sample_id, *clean, line)
         ids = checked_ids(fields.integers(columns.input_ids), self._limits)
+        require_whole(fields)
         return fitted(sample_id, ids, mask_of(fields, columns, ids), self._limits, line)

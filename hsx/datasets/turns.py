@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.datasets.fields import Bad, Columns, Fields
+from hsx.datasets.fields import Bad, Columns, Fields, excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +26,8 @@ ROLES: Final[dict[str, str]] = {
 ROLE_FIELDS: Final = ("role", "from", "speaker")
 CONTENT_FIELDS: Final = ("content", "value", "text")
 THINKING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+COUNT_FIELDS: Final = ("weight", "train", "loss")
+"""Fields by which datasets leave one of the assistant's turns out of the loss: 0 or false."""
 CALL_ROLES: Final = ("function_call", "tool_call")
 """ShareGPT's roles of a turn whose text is a call, in JSON."""
 
@@ -50,6 +52,7 @@ class Turn:
         calls: what the assistant calls.
         name: the function whose result this is, where the dataset says it.
         call_id: the call whose result this is, likewise.
+        counts: whether it counts for the loss, where it is the assistant's; the dataset may say that it does not.
     """
 
     role: str
@@ -58,10 +61,11 @@ class Turn:
     calls: tuple[Call, ...] = ()
     name: str = ""
     call_id: str = ""
+    counts: bool = True
 
 
 def turns_of(fields: Fields, columns: Columns, roles: Mapping[str, str]) -> list[Turn]:
-    """The turns of a row: `messages` if it has that field, else `conversations`.
+    """The turns of a row: `messages` if it has that field and it is not null, else `conversations`.
 
     Args:
         fields: the row.
@@ -70,7 +74,9 @@ def turns_of(fields: Fields, columns: Columns, roles: Mapping[str, str]) -> list
 
     Raises Bad: `missing_field`, `bad_type`, `empty` (no turns), `bad_chat` (a turn that hsx cannot take).
     """
-    name = columns.messages if columns.messages in fields.types() else columns.conversations
+    names = (columns.messages, columns.conversations)
+    there = fields.types()
+    name = next(filter(fields.has, names), next((name for name in names if name in there), columns.conversations))
     value = fields.value(name)
     if not isinstance(value, list):
         raise Bad("bad_type", f"field {name!r} is a {type(value).__name__}; expected a list of turns")
@@ -94,31 +100,68 @@ def tools_of(fields: Fields, columns: Columns) -> list[dict[str, Any]]:
 def _turn(number: int, turn: object, roles: Mapping[str, str]) -> Turn:
     if not isinstance(turn, dict):
         raise Bad("bad_type", f"turn {number} is a {type(turn).__name__}; expected an object with role and content")
-    given = _first(turn, ROLE_FIELDS)
-    if not isinstance(given, str) or not given:
-        raise Bad("bad_chat", f"turn {number} has the role {given!r}; expected 'role' or 'from' with a name")
+    given = _role(number, turn, roles)
     role = roles.get(given, ROLES.get(given, given))
-    content = _first(turn, CONTENT_FIELDS)
+    content = _only(number, turn, CONTENT_FIELDS)
     if isinstance(content, list):
         content = _joined(number, content)
     calls = _calls(number, turn)
+    counts = _counts(number, turn, role)
     if given in CALL_ROLES and isinstance(content, str) and not calls:
-        return Turn(role, "", calls=tuple(_call(number, call) for call in _as_list(_parsed(content, f"turn {number}"))))
+        calls = tuple(_call(number, call) for call in _as_list(_parsed(content, f"turn {number}")))
+        return Turn(role, "", calls=calls, counts=counts)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise Bad(
             "bad_chat", f"turn {number} has a {type(content).__name__} as content; expected 'content' or 'value' with text"
         )
-    thinking = _first(turn, THINKING_FIELDS) or ""
+    thinking = _only(number, turn, THINKING_FIELDS) or ""
     if not isinstance(thinking, str):
         raise Bad("bad_chat", f"turn {number} has a {type(thinking).__name__} as thinking; expected text")
-    return Turn(role, content, thinking, calls, _text(turn.get("name")), _text(turn.get("tool_call_id")))
+    return Turn(role, content, thinking, calls, _text(turn.get("name")), _text(turn.get("tool_call_id")), counts)
 
 
-def _first(turn: Mapping[str, Any], names: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON is any of several types
-    """The first of these fields that is not null."""
-    return next((turn[name] for name in names if turn.get(name) is not None), None)
+def _role(number: int, turn: Mapping[str, Any], roles: Mapping[str, str]) -> str:
+    """The first role that is given. One that is known must not contradict another: a `speaker` may be anyone's name."""
+    given = [(name, turn[name]) for name in ROLE_FIELDS if turn.get(name) is not None]
+    if not given or not isinstance(given[0][1], str) or not given[0][1]:
+        found = given[0][1] if given else None
+        raise Bad("bad_chat", f"turn {number} has the role {found!r}; expected 'role' or 'from' with a name")
+    known = {**ROLES, **{role: role for role in ("user", "assistant", "system", "tool")}, **roles}
+    meant = [(name, role, known[role]) for name, role in given if isinstance(role, str) and role in known]
+    for name, role, means in meant[1:]:
+        if means != meant[0][2]:
+            raise _conflict(number, meant[0][:2], (name, role))
+    return str(given[0][1])
+
+
+def _only(number: int, turn: Mapping[str, Any], names: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON is any of several types
+    """What is in these fields, which are names for the same; null says nothing, nor does an empty text beside others."""
+    given = [(name, turn[name]) for name in names if turn.get(name) is not None]
+    full = [(name, value) for name, value in given if value != ""] or given[:1]
+    for other in full[1:]:
+        if other[1] != full[0][1]:
+            raise _conflict(number, full[0], other)
+    return full[0][1] if full else None
+
+
+def _conflict(number: int, one: tuple[str, object], other: tuple[str, object]) -> Bad:
+    shown = " and ".join(f"{name!r} {excerpt(str(value).encode(errors='replace'), 30)}" for name, value in (one, other))
+    return Bad("bad_chat", f"turn {number} has {shown}, which differ; expected one of them")
+
+
+def _counts(number: int, turn: Mapping[str, Any], role: str) -> bool:
+    """What the dataset says of a turn's loss; of other turns than the assistant's it may say anything, they never count."""
+    counts = True
+    for name in COUNT_FIELDS:
+        value = turn.get(name)
+        if role != "assistant" or value is None or (name == "loss" and not isinstance(value, bool)):
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise Bad("bad_chat", f"turn {number} has {name} {value!r}; expected 0 or 1, false or true")
+        counts = counts and bool(value)
+    return counts
 
 
 def _text(value: object) -> str:
@@ -169,6 +212,11 @@ def _as_list(value: object) -> list[object]:
 
 def _parsed(text: str, what: str) -> Any:  # noqa: ANN401 - JSON is any of several types
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise Bad("bad_chat", f"{what} is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    """JSON has no NaN and no Infinity, though Python's reader takes them."""
+    raise ValueError(f"{name} is no JSON value")

@@ -12,7 +12,8 @@ import pytest
 from hsx.core.spec import ModelShape
 from hsx.datasets import open_dataset
 from hsx.datasets.fields import Bad, Columns, JsonFields
-from hsx.datasets.template import ChatTemplate, Style, TemplateError
+from hsx.datasets.placing import TemplateError
+from hsx.datasets.template import ChatTemplate, Style
 from hsx.datasets.turns import Call, Turn, turns_of
 from hsx.records import BadRow, Row
 from hsx.testing.jobs import dataset_config

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hsx.datasets.template import ChatTemplate, TemplateError
+from hsx.datasets.placing import TemplateError
+from hsx.datasets.template import ChatTemplate
 from hsx.datasets.turns import Turn
 from hsx.errors import RunError
 

@@ -45,7 +45,7 @@ def test_longest_sample_is_the_context_less_what_the_server_keeps(tmp_path: Path
         (b'{"id": 1, "input_ids": [1]}', "tokens"),
         (b'{"id": 1, "messages": []}', "chat"),
         (b'\n[]\nbroken\n{"id": 1}\n{"conversations": 5}\n{"input_ids": [1]}', "chat"),
-        (b'{"input_ids": [1], "messages": []}', "tokens"),
+        (b'{"input_ids": null, "messages": []}', "chat"),
     ],
 )
 def test_format_is_told_from_the_first_row_that_tells(write: Write, content: bytes, expected: str) -> None:

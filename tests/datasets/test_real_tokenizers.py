@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hsx.datasets.agreement import compare, require_agreement
+from hsx.datasets.placing import TemplateError
 from hsx.datasets.spans import span_mask
-from hsx.datasets.template import ChatTemplate, TemplateError
+from hsx.datasets.template import ChatTemplate
 from hsx.datasets.tokenizer import RawTokenizer
 from hsx.datasets.turns import Call, Turn
 from hsx.errors import RunError
@@ -51,7 +52,7 @@ class Family:
         """The text of each run of tokens that count."""
         rendered = self.template.render(turns, tools)
         ids, offsets = self.template.encode(rendered.text)
-        mask = span_mask(offsets, rendered.spans).tolist()
+        mask = span_mask(rendered.text, offsets, rendered.spans).tolist()
         runs: list[list[int]] = []
         for at, (token, counts) in enumerate(zip(ids, mask, strict=True)):
             if counts and (at == 0 or not mask[at - 1]):

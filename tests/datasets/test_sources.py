@@ -268,10 +268,10 @@ def test_names_of_columns_and_numbers_as_ids(tmp_path: Path) -> None:
 def test_what_was_sniffed_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'not JSON\n{"id": 1, "input_ids": [1], "text": "x", "ok": true, "none": null, "meta": {}}\n')
-    seen = sniff(dataset_config(path))
+    seen = sniff(dataset_config(path, format="tokens"))
     assert seen.lines() == [
         f"dataset    rows.jsonl, jsonl, {path.stat().st_size} bytes",
-        "format     tokens, told from the first row",
+        "format     tokens, as the job file says",
         "fields     id: number as id; input_ids: list as input_ids; text: text; ok: boolean; none: null; meta: object",
         "note       text could be read as well; dataset.format chooses",
         "note       no loss mask, labels or prompt length: every token counts for the loss",

@@ -103,7 +103,8 @@ def test_rows_are_had_as_they_are_stored(built: BuiltStore) -> None:
 
 def test_the_documented_snippets_undo_it(built: BuiltStore) -> None:
     """With zarr-python and what the documentation says alone; the bits of a bf16 store are uint16 there."""
-    snippets = {part.split("\n")[0]: part.split("```")[0] for part in DOCS.read_text().split("```python\n# snippet: ")[1:]}
+    parts = (part.split("```")[0] for part in DOCS.read_text().split("```python\n# snippet: ")[1:])
+    snippets = dict(part.split("\n", 1) for part in parts)
     assert len(snippets) == 2
     path = built.info.path
     array = zarr.open_array(path / "hidden_states", mode="r")
