@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,12 @@ from hsx.core.dump import DumpHeader
 from hsx.core.invariants import Evidence, judge_dump
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
-from hsx.core.spec import CaptureSpec, FinalState
+from hsx.core.spec import CaptureSpec, FinalState, final_state
 from hsx.dumps.measure import measure
 from hsx.errors import RunError
 from hsx.export.manifest import MANIFEST, read_manifest, read_rows
 from hsx.ingest import open_source
-from hsx.ingest.protocol import Entry, RejectedSampleError
+from hsx.ingest.protocol import Entry, RejectedSampleError, name_of
 from hsx.records import Payload, Row
 from hsx.stores.durable import make_folder, store_error, sync_folder
 from hsx.stores.group import StoreInfo, create_store
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from hsx.ingest.protocol import Head, Source
 
 _RUN = "00000000"
+_JUDGED_BY = 9
+"""Samples by which the width of all is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,18 @@ def _capture(request: ImportRequest, source: Source) -> tuple[CaptureSpec, dict[
     names: dict[str, str] = {}
     if (request.folder / MANIFEST).exists():
         manifest = read_manifest(request.folder)
-        if manifest["to"] != request.kind and request.kind != "vllm":
+        if manifest.get("to") != request.kind and request.kind != "vllm":
             raise RunError(
-                "import_refused", f"{request.folder} is an export to {manifest['to']}; expected --from {manifest['to']}"
+                "import_refused", f"{request.folder} is an export to {manifest.get('to')}; expected --from {manifest.get('to')}"
             )
-        layers = tuple(manifest["mapping"]["layers"]) if layers is None else layers
-        final = manifest["mapping"]["final"] if final is None else final
+        said, last = _mapped(request.folder, manifest)
+        for option, given, known in (("--layers", layers, said), ("--final", final, last)):
+            if given not in (None, known):
+                raise RunError(
+                    "import_refused",
+                    f"{option} is {given}, and {request.folder / MANIFEST} says {known}; expected the same, or no {option}",
+                )
+        layers, final = said, last
         for path in sorted(request.folder.glob("hsx-rows*.jsonl")):
             names.update((row.file, row.id) for row in read_rows(path))
     if not layers:
@@ -131,6 +141,15 @@ def _capture(request: ImportRequest, source: Source) -> tuple[CaptureSpec, dict[
     if any(after <= before for before, after in pairwise(layers)):
         raise RunError("import_refused", f"layers are {list(layers)}; expected strictly rising ones, as a store has them")
     return CaptureSpec(layers, final or source.final), names
+
+
+def _mapped(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], FinalState]:
+    """Layers and final state that an export has."""
+    try:
+        mapping = manifest["mapping"]
+        return tuple(int(k) for k in mapping["layers"]), final_state(str(mapping["final"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError("import_refused", f"{folder / MANIFEST} says nothing of the states: {error}") from error
 
 
 @dataclass(slots=True)
@@ -174,6 +193,7 @@ class _Import:
         accepted: list[Entry] = []
         lengths: list[int] = []
         seen: set[str] = set()
+        self.hidden_size = self._usual_width()
         with TokenTableWriter(self.request.store) as table:
             for entry in self.source.entries():
                 self.report.found += 1
@@ -195,11 +215,20 @@ class _Import:
             table.finish({"imported": self.request.kind, "folder": str(self.request.folder)}, {})
         return accepted, lengths
 
+    def _usual_width(self) -> int:
+        """H of most of the first samples that can be read: one strange file does not turn all others away. 0: of none."""
+        widths: Counter[int] = Counter()
+        for entry in self.source.entries():
+            with suppress(RejectedSampleError):
+                widths[self.source.head(entry, self.spec.states).hidden_size] += 1
+            if widths.total() == _JUDGED_BY:
+                break
+        return widths.most_common(1)[0][0] if widths else 0
+
     def _fits(self, name: str, head: Head, seen: set[str]) -> None:
-        self.hidden_size = self.hidden_size or head.hidden_size
         if head.hidden_size != self.hidden_size:
             raise RejectedSampleError(
-                "bad_shape", f"H is {head.hidden_size}; expected {self.hidden_size}, as of the first sample"
+                "bad_shape", f"H is {head.hidden_size}; expected {self.hidden_size}, as the folder's first samples have"
             )
         if name in seen:
             raise RejectedSampleError("duplicate_id", f"id {name!r} is another sample's, too")
@@ -219,8 +248,8 @@ class _Import:
         self, index: int, entry: Entry, tokens: int, roots: list[ShardRoot], info: StoreInfo
     ) -> tuple[int, str, int] | RejectedSampleError:
         try:
-            states = self.source.states(entry)
             head = self.source.head(entry, self.spec.states)
+            states = self.source.states(entry)
             if states.shape != (tokens, self.spec.states, self.hidden_size):
                 raise RejectedSampleError("changed", f"states are {list(states.shape)}; expected {tokens} tokens, as at first")
         except RejectedSampleError as rejected:
@@ -237,7 +266,7 @@ class _Import:
 
     def _name(self, entry: Entry) -> str:
         file = str(entry.file.relative_to(self.request.folder))
-        return self.names.get(file) or file.partition(".")[0]
+        return self.names.get(file) or name_of(file)
 
     def _reject(self, entry: Entry, rejected: RejectedSampleError) -> None:
         self.report.rejected[rejected.reason] = self.report.rejected.get(rejected.reason, 0) + 1

@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 
 
 class Eagle(Base):
-    """Implements `hsx.export.protocol.Format`."""
+    """Implements `hsx.export.protocol.Format`.
+
+    EAGLE's trainer loads every file below the folder it is given, whatever its name, so the samples have a folder of their own.
+    """
 
     name = "eagle"
     layers = 0
+    trainer_folder = "data"
     keys: ClassVar = {"input_ids": "int64 [S]", "hidden_state": "bfloat16 [S, H]", "loss_mask": "int64 [S]"}
     slots = ("", "hidden_state")
 
     def path(self, row: int, part: int) -> str:
         """See the protocol."""
-        return f"{row_folder(row)}/data_{row}.ckpt"
+        return f"{self.trainer_folder}/{row_folder(row)}/data_{row}.ckpt"
 
     def write(self, file: CheckedFile, sample: Exported) -> None:
         """See the protocol."""

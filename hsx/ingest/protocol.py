@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from os import fsencode
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from hsx.core.spec import FinalState
 
 
+_ENDINGS: Final = (".gz", ".ckpt", ".safetensors")
+
+
 class RejectedSampleError(Exception):
     """A sample that cannot be taken.
 
-    `reason` is a stable word: `unreadable`, `missing_key`, `bad_shape`, `bad_type`, `bad_ids`, `bad_mask`, `tokens_differ`,
-    `duplicate_id`, `fp8`, `changed`, or the name of an invariant.
+    `reason` is a stable word: `unreadable`, `missing_file`, `missing_key`, `bad_shape`, `bad_type`, `bad_ids`, `bad_mask`,
+    `tokens_differ`, `duplicate_id`, `fp8`, `changed`, or the name of an invariant.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -113,3 +117,10 @@ def number_of(path: Path) -> int:
     """The last number in a file's name, by which its row is known; -1 where there is none."""
     found = re.findall(r"\d+", path.name.partition(".")[0])
     return int(found[-1]) if found else -1
+
+
+def name_of(file: str) -> str:
+    """The id of a sample by its file's path in the folder: without the endings that say what it is, and as UTF-8 has it."""
+    for ending in _ENDINGS:
+        file = file.removesuffix(ending)
+    return fsencode(file).decode(errors="backslashreplace")

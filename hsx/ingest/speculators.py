@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from hsx.core.spec import FinalState
 
+_NAME: Final = re.compile(r"hs_[0-9]+\.safetensors")
+"""As speculators' own reader names them: what it writes beside them, locks and parts, are no samples."""
+
 
 class SpeculatorsFolder:
     """Implements `hsx.ingest.protocol.Source`. `token_ids` of a file must be the `input_ids` of its row."""
@@ -32,10 +36,17 @@ class SpeculatorsFolder:
 
     def entries(self) -> Iterator[Entry]:
         """See the protocol."""
-        yield from (Entry(number_of(path), path) for path in sorted(self._folder.glob("hidden_states/hs_*"), key=number_of))
+        found = [path for path in self._folder.glob("hidden_states/hs_*.safetensors") if _NAME.fullmatch(path.name)]
+        there = {number_of(path) for path in found}
+        found += [
+            self._folder / "hidden_states" / f"hs_{row}.safetensors" for row in range(self._table.num_rows) if row not in there
+        ]
+        yield from (Entry(number_of(path), path) for path in sorted(found, key=lambda path: (number_of(path), path.name)))
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
+        if not entry.file.exists():
+            raise RejectedSampleError("missing_file", f"the dataset has row {entry.row}; expected its file")
         if not 0 <= entry.row < self._table.num_rows:
             raise RejectedSampleError(
                 "missing_key", f"the dataset has {self._table.num_rows} rows; expected one of number {entry.row}"
@@ -53,7 +64,13 @@ class SpeculatorsFolder:
         return np.ascontiguousarray(connector_states(entry.file).read("hidden_states"))
 
     def _column(self, name: str, row: int) -> NDArray[Any]:
-        return np.asarray(self._table.column(name)[row].values.to_numpy(zero_copy_only=False))
+        value = self._table.column(name)[row]
+        if not value.is_valid or not hasattr(value, "values"):
+            reason = "bad_ids" if name == "input_ids" else "bad_mask"
+            raise RejectedSampleError(
+                reason, f"{name} of row {row} is {value.type}, {value.as_py()!r}; expected a list of numbers"
+            )
+        return np.asarray(value.values.to_numpy(zero_copy_only=False))
 
 
 def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
@@ -65,7 +82,7 @@ def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
         parts = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
         table = pa.concat_tables(parts)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise RunError(
             "import_refused", f"{folder} is no dataset of speculators: {error}; expected one of save_to_disk"
         ) from error

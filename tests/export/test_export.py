@@ -201,7 +201,7 @@ def test_equal_files_are_links_where_asked_for(tmp_path: Path) -> None:
     truth = exportable_store(tmp_path / "store", "pre_norm", lengths=(40, 40, 40, 9), twins={1: 0, 2: 0})
     done = write(truth, tmp_path / "y", "eagle", link=True)
     assert (done.done, done.linked) == (4, 2)
-    inodes = [(tmp_path / "y" / "rows_0-2000" / f"data_{row}.ckpt").stat().st_ino for row in range(4)]
+    inodes = [(tmp_path / "y" / "data" / "rows_0-2000" / f"data_{row}.ckpt").stat().st_ino for row in range(4)]
     assert (len(set(inodes[:3])), len(set(inodes))) == (1, 2)
     assert write(truth, tmp_path / "y", "eagle", link=True).kept == 4
 
