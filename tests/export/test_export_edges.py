@@ -144,6 +144,31 @@ def test_a_lost_shard_stops_the_export_and_names_the_sample(tmp_path: Path) -> N
     assert done.done == 4
 
 
+def test_an_error_in_one_thread_stops_the_others_after_what_they_have_begun(tmp_path: Path) -> None:
+    truth = exportable_store(tmp_path / "store", "post_norm", lengths=(3,) * 40)
+    truth.built.shard(2).unlink()
+    truth.built.shard(4).unlink()
+    with pytest.raises(RunError, match="row 2, sample 'sample-2'"):
+        write(truth, tmp_path / "x", "specforge", threads=4)
+    there = {int(path.stem.removeprefix("data_")) for path in (tmp_path / "x").rglob("*.ckpt")}
+    assert {0, 1} <= there <= {0, 1, 3, 5, 6, 7}
+    assert [row.row for row in read_rows(tmp_path / "x" / "hsx-rows.jsonl")] == [0, 1]
+
+
+def test_an_interrupt_leaves_whole_files_and_is_gone_on_with(pre: Truth, tmp_path: Path) -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(plan(Store(pre.path), load_format("specforge"), tmp_path, Request(threads=4)), interrupt)
+    there = list((tmp_path / "rows_0-2000").iterdir())
+    assert 1 <= len(there) <= len(LENGTHS)
+    assert all(len(load(path)["input_ids"]) in LENGTHS for path in there)
+    assert [path.suffix for path in there] == [".ckpt"] * len(there)
+    done = write(pre, tmp_path, "specforge")
+    assert (done.done, done.kept) == (len(LENGTHS), 1)
+
+
 def test_a_missing_root_is_told_before_a_file_claims_its_samples(tmp_path: Path) -> None:
     truth = exportable_store(tmp_path / "store", "post_norm")
     (tmp_path / "store" / "b").rename(tmp_path / "elsewhere")
