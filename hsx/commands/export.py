@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from hsx.commands.output import emit, emit_json, plural
+from hsx.commands.output import Ticker, emit, emit_json, plural
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.export import load_format
@@ -18,9 +17,6 @@ from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
     import argparse
-
-_EVERY_S: Final = {True: 0.5, False: 30.0}
-"""Seconds between two lines of progress, on a terminal and elsewhere."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             emit_json(planned.document())
         return ExitCode.DONE
-    done = export(planned, _Watch())
+    ticker = Ticker()
+    done = export(planned, lambda now: ticker.say(lambda: f"files {now.done}/{now.rows}, {now.nbytes / 1e9:.1f} GB written"))
     if args.json:
         emit_json({**planned.document(), "folder": planned.folder, "part": asdict(done)})
     else:
@@ -88,23 +85,6 @@ def summary(planned: ExportPlan, done: Progress) -> str:
     if done.linked:
         parts.append(f"{done.linked} are links")
     return ", ".join(parts) + f"; {MANIFEST} says what is what"
-
-
-class _Watch:
-    """A line now and then, to standard error."""
-
-    def __init__(self) -> None:
-        self._every = _EVERY_S[sys.stderr.isatty()]
-        self._next = time.monotonic() + self._every
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + self._every
-        end = "\r" if sys.stderr.isatty() else "\n"
-        sys.stderr.write(f"files {progress.done}/{progress.rows}, {progress.nbytes / 1e9:.1f} GB written{end}")
-        sys.stderr.flush()
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx.commands.output import emit, emit_json, plural
+from hsx.commands.output import Ticker, emit, emit_json, plural
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.importing import ImportReport, ImportRequest, import_folder
@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
         final=args.final,
         threads=args.threads,
     )
-    report = import_folder(request)
+    ticker = Ticker()
+    report = import_folder(request, lambda now: ticker.say(lambda: _progress(now)))
     if args.json:
         emit_json({**asdict(report), "roots": roots})
     else:
@@ -48,8 +49,15 @@ def describe(report: ImportReport) -> str:
         f"  states: {', '.join(report.states)}",
         "  proved: one row for each token, finite, no row all zero, no state that repeats another; not whose states they are",
     ]
+    if report.kept:
+        lines.append(f"  {plural(report.kept, 'sample')} of them an earlier call had brought")
     lines += [f"  rejected: {plural(count, 'sample')} ({reason})" for reason, count in report.rejected.items()]
     return "\n".join(lines)
+
+
+def _progress(report: ImportReport) -> str:
+    rejected = sum(report.rejected.values())
+    return f"samples {report.committed}/{report.found}, {rejected} rejected, {report.tokens} tokens"
 
 
 def _layers(text: str) -> tuple[int, ...]:

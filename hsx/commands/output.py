@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from hsx.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 def emit(text: str) -> None:
@@ -21,6 +22,27 @@ def emit(text: str) -> None:
 def emit_json(document: object) -> None:
     """Writes `document` (plain data, dataclasses, structs, paths) as one JSON object."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode() + "\n")
+
+
+class Ticker:
+    """A line of progress now and then, to standard error: every half second on a terminal, every half minute elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._next = time.monotonic() + self._every
+
+    @property
+    def _every(self) -> float:
+        return 0.5 if self._terminal else 30.0
+
+    def say(self, line: Callable[[], str]) -> None:
+        """Writes what `line` says, if it is time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._every
+        sys.stderr.write(line() + ("\r" if self._terminal else "\n"))
+        sys.stderr.flush()
 
 
 def plural(count: int, noun: str) -> str:

@@ -32,7 +32,7 @@ def require_pyarrow() -> Any:  # noqa: ANN401 - pyarrow ships no types
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise RunError(
-            "dependency_missing", "an Arrow dataset needs the package pyarrow; expected hsx to be installed as hsx[export]"
+            "dependency_missing", "an Arrow dataset needs the package pyarrow; expected hsx to be installed as hsx[parquet]"
         ) from error
 
 

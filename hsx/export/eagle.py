@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: the final state alone."""
+"""EAGLE-1 and EAGLE-2: the final state alone, below `samples`, of which the trainer reads every file that there is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class Eagle(Base):
     """Implements `hsx.export.protocol.Format`.
 
-    EAGLE's trainer loads every file below the folder it is given, whatever its name, so the samples have a folder of their own.
+    The trainer loads every file below the folder that it is given, whatever its name.
     """
 
     name = "eagle"
     layers = 0
-    trainer_folder = "data"
+    trainer_folder = "samples"
     keys: ClassVar = {"input_ids": "int64 [S]", "hidden_state": "bfloat16 [S, H]", "loss_mask": "int64 [S]"}
     slots = ("", "hidden_state")
 

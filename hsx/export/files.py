@@ -28,19 +28,25 @@ class CheckedFile:
     Attributes:
         nbytes: bytes so far.
         crc32c: of them.
+        failure: the error of the file system that ended the writing.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.nbytes = 0
         self.crc32c = 0
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Appends all of `data`; returns its length. Raises OSError."""
         view = memoryview(data).cast("B")
         for at in range(0, len(view), _PIECE):
             piece = view[at : at + _PIECE]
-            self._file.write(piece)
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                self.failure = error
+                raise
             self.crc32c = cast("int", google_crc32c.extend(self.crc32c, np.frombuffer(piece, np.uint8)))
         self.nbytes += len(view)
         return len(view)
@@ -71,8 +77,17 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[CheckedFile]:
 
 
 def write_torch(file: CheckedFile, content: Mapping[str, Any]) -> None:
-    """`torch.save` of a dictionary. Its tensors must have memory of their own: a view would take along all that it views."""
-    torch.save(dict(content), cast("IO[bytes]", file))
+    """`torch.save` of a dictionary. Its tensors must have memory of their own: a view would take along all that it views.
+
+    Raises OSError.
+    """
+    try:
+        torch.save(dict(content), cast("IO[bytes]", file))
+    except RuntimeError:
+        # Of a disk that was full for one write and not for the next, torch says that it is at an unexpected place.
+        if file.failure is None:
+            raise
+        raise file.failure from None
 
 
 def write_safetensors(file: CheckedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

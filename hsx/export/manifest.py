@@ -59,18 +59,21 @@ def read_rows(path: Path) -> Iterator[WrittenRow]:
     Raises RunError `export_refused` for what is no such list.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except FileNotFoundError:
         return
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            row = WrittenRow(**json.loads(line))
-            if not (type(row.id) is type(row.file) is str and type(row.row) is type(row.bytes) is int):
-                raise TypeError("id and file are to be text, row and bytes whole numbers")
-            row.id.encode()  # JSON may hold half a character, which no other text can
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
-        yield row
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = WrittenRow(**json.loads(line))
+                if not (type(row.id) is type(row.file) is str and type(row.row) is type(row.bytes) is int):
+                    raise TypeError("id and file are to be text, row and bytes whole numbers")
+                row.id.encode()  # JSON may hold half a character, which no other text can
+            except (ValueError, TypeError, RecursionError) as error:
+                raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
+            yield row
 
 
 class RowList:

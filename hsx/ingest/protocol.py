@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from os import fsencode
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.spec import FinalState
-
-
-_ENDINGS: Final = (".gz", ".ckpt", ".safetensors")
 
 
 class RejectedSampleError(Exception):
@@ -39,7 +35,8 @@ class Entry:
     """One sample of a folder.
 
     Attributes:
-        row: its number there, from 0; rows may be missing.
+        row: its number there, from 0, by which samples are ordered; rows may be missing. -1 where its file says none: such
+            samples are ordered by their paths.
         file: its file.
     """
 
@@ -73,15 +70,19 @@ class Source(Protocol):
         ...
 
     def entries(self) -> Iterator[Entry]:
-        """Its samples, in order of their rows."""
+        """Its samples, in no particular order, however many: none is held. Raises RunError `import_refused`."""
         ...
 
     def head(self, entry: Entry, states: int) -> Head:
         """Ids, mask and shape of a sample that is to have so many states. Raises RejectedSampleError."""
         ...
 
-    def states(self, entry: Entry) -> NDArray[np.uint16]:
-        """bf16 bits of a sample, uint16 [S, L, H], the final state last. Raises RejectedSampleError."""
+    def sample(self, entry: Entry, states: int) -> tuple[Head, NDArray[np.uint16]]:
+        """As `head`, and the bf16 bits, uint16 [S, L, H], the final state last; its file is read once.
+
+        The bits are in memory of their own: a file that is cut short meanwhile is an error, not the end of the process.
+        Raises RejectedSampleError.
+        """
         ...
 
 
@@ -116,11 +117,4 @@ def checked_shape(found: tuple[int, ...], tokens: int, states: int) -> int:
 def number_of(path: Path) -> int:
     """The last number in a file's name, by which its row is known; -1 where there is none."""
     found = re.findall(r"\d+", path.name.partition(".")[0])
-    return int(found[-1]) if found else -1
-
-
-def name_of(file: str) -> str:
-    """The id of a sample by its file's path in the folder: without the endings that say what it is, and as UTF-8 has it."""
-    for ending in _ENDINGS:
-        file = file.removesuffix(ending)
-    return fsencode(file).decode(errors="backslashreplace")
+    return min(int(found[-1]), 2**63 - 1) if found else -1

@@ -1,4 +1,4 @@
-"""Reads tensors of a safetensors file in place; every length and offset is checked before anything is believed."""
+"""Reads tensors of a safetensors file; every length and offset is checked before anything is believed."""
 
 from __future__ import annotations
 
@@ -70,21 +70,27 @@ class SafetensorsFile:
         return self._find(name).dtype
 
     def read(self, name: str) -> NDArray[Any]:
-        """A tensor, mapped; bfloat16 as uint16. Raises RejectedSampleError `missing_key`, `bad_type`, `unreadable`."""
+        """A tensor, in memory of its own; bfloat16 as uint16.
+
+        Raises RejectedSampleError `missing_key`, `bad_type`, `unreadable`.
+        """
         place = self._find(name)
         if place.dtype not in _TYPES:
             raise RejectedSampleError("bad_type", f"{name} is {place.dtype}; expected one of {', '.join(_TYPES)}")
         kind = np.dtype(_TYPES[place.dtype])
-        if math.prod(place.shape) * kind.itemsize != place.end - place.begin:
-            raise RejectedSampleError(
-                "unreadable", f"{name} has {place.end - place.begin} bytes; its shape {list(place.shape)} needs others"
-            )
+        shape, begin, end = place.shape, place.begin, place.end
+        if math.prod(shape) * kind.itemsize != end - begin:
+            raise RejectedSampleError("unreadable", f"{name} has {end - begin} bytes; its shape {list(shape)} needs others")
         try:
-            if place.begin == place.end:
-                return np.empty(place.shape, kind)
-            return np.memmap(self._path, kind, "r", self._start + place.begin, place.shape)
+            if begin == end:
+                return np.empty(shape, kind)
+            # Not mapped: a file that is cut short meanwhile would end the process with SIGBUS.
+            found = np.fromfile(self._path, kind, math.prod(shape), offset=self._start + begin)
         except (OSError, ValueError, OverflowError) as error:
             raise RejectedSampleError("unreadable", f"{name} cannot be read: {error}") from error
+        if found.size != math.prod(shape):
+            raise RejectedSampleError("unreadable", f"{name} ends after {found.nbytes} bytes; expected {end - begin}")
+        return found.reshape(shape)
 
     def _find(self, name: str) -> _Place:
         if name not in self._tensors:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hsx.ingest.files import files_below
 from hsx.ingest.protocol import Entry, Head, RejectedSampleError, checked_ids, checked_mask, number_of
 
 if TYPE_CHECKING:
@@ -32,37 +33,37 @@ class SpecForgeFolder:
 
     def entries(self) -> Iterator[Entry]:
         """See the protocol."""
-        files = [path for ending in ("*.ckpt", "*.ckpt.gz") for path in self._folder.rglob(ending)]
-        yield from (Entry(number_of(path), path) for path in sorted(files, key=lambda path: (number_of(path), str(path))))
+        yield from (Entry(number_of(path), path) for path in files_below(self._folder, (".ckpt", ".ckpt.gz")))
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
-        raw = _load(entry.file)
-        ids = checked_ids(_row(raw, "input_ids").numpy())
-        mask = checked_mask(_row(raw, "loss_mask").numpy(), len(ids))
-        final, layers = raw["hidden_state"], raw["aux_hidden_state"]
-        for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
-            if tensor.dtype != torch.bfloat16:
-                raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
-            if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and len(tensor) != 1) or not tensor.shape[-1]:
-                raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, width]")
-        width = final.shape[-1]
-        for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
-            if tensor.shape[-1] != wanted:
-                raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
-            if tensor.shape[-2] != len(ids):
-                raise RejectedSampleError(
-                    "tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]"
-                )
-        return Head(ids, mask, states, width)
+        return _head(_load(entry.file, mapped=True), states)
 
-    def states(self, entry: Entry) -> NDArray[np.uint16]:
+    def sample(self, entry: Entry, states: int) -> tuple[Head, NDArray[np.uint16]]:
         """See the protocol."""
-        raw = _load(entry.file)
-        width = raw["hidden_state"].shape[-1]
-        parts = [raw["aux_hidden_state"].reshape(-1, raw["aux_hidden_state"].shape[-1] // width, width)]
-        parts.append(raw["hidden_state"].reshape(-1, 1, width))
-        return torch.cat(parts, dim=1).contiguous().view(torch.uint16).numpy()
+        raw = _load(entry.file, mapped=False)
+        head = _head(raw, states)
+        layers = raw["aux_hidden_state"].reshape(-1, states - 1, head.hidden_size)
+        joined = torch.cat([layers, raw["hidden_state"].reshape(-1, 1, head.hidden_size)], dim=1)
+        return head, joined.contiguous().view(torch.uint16).numpy()
+
+
+def _head(raw: dict[str, torch.Tensor], states: int) -> Head:
+    ids = checked_ids(_row(raw, "input_ids").numpy())
+    mask = checked_mask(_row(raw, "loss_mask").numpy(), len(ids))
+    final, layers = raw["hidden_state"], raw["aux_hidden_state"]
+    for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
+        if tensor.dtype != torch.bfloat16:
+            raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
+        if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and len(tensor) != 1) or not tensor.shape[-1]:
+            raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, width]")
+    width = final.shape[-1]
+    for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
+        if tensor.shape[-1] != wanted:
+            raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
+        if tensor.shape[-2] != len(ids):
+            raise RejectedSampleError("tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
+    return Head(ids, mask, states, width)
 
 
 def _row(raw: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -77,13 +78,13 @@ def _row(raw: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def _load(path: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rb") as file:
                 raw: Any = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
         else:
-            raw = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            raw = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises all kinds for a file that is torn, and for one that wants more than tensors
         first = next(iter(str(error).splitlines()), "")
         raise RejectedSampleError("unreadable", f"torch.load: {type(error).__name__}: {first}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hsx.errors import RunError
+from hsx.ingest.files import files_below
 from hsx.ingest.protocol import Entry, Head, RejectedSampleError, checked_ids, checked_mask, checked_shape, number_of
 from hsx.ingest.safetensors_file import connector_states
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.spec import FinalState
+    from hsx.ingest.safetensors_file import SafetensorsFile
 
 _NAME: Final = re.compile(r"hs_[0-9]+\.safetensors")
 """As speculators' own reader names them: what it writes beside them, locks and parts, are no samples."""
@@ -36,32 +38,37 @@ class SpeculatorsFolder:
 
     def entries(self) -> Iterator[Entry]:
         """See the protocol."""
-        found = [path for path in self._folder.glob("hidden_states/hs_*.safetensors") if _NAME.fullmatch(path.name)]
-        there = {number_of(path) for path in found}
-        found += [
-            self._folder / "hidden_states" / f"hs_{row}.safetensors" for row in range(self._table.num_rows) if row not in there
-        ]
-        yield from (Entry(number_of(path), path) for path in sorted(found, key=lambda path: (number_of(path), path.name)))
+        folder = self._folder / "hidden_states"
+        if not folder.is_dir():
+            raise RunError("import_refused", f"{self._folder} has no folder hidden_states; expected one of speculators")
+        there = np.zeros(self._table.num_rows, np.bool_)
+        for path in files_below(folder, (".safetensors",)):
+            if path.parent == folder and _NAME.fullmatch(path.name):
+                row = number_of(path)
+                there[row : row + 1] = True
+                yield Entry(row, path)
+        yield from (Entry(row, folder / f"hs_{row}.safetensors") for row in np.flatnonzero(~there).tolist())
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
-        if not entry.file.exists():
-            raise RejectedSampleError("missing_file", f"the dataset has row {entry.row}; expected its file")
-        if not 0 <= entry.row < self._table.num_rows:
-            raise RejectedSampleError(
-                "missing_key", f"the dataset has {self._table.num_rows} rows; expected one of number {entry.row}"
-            )
-        wanted = checked_ids(self._column("input_ids", entry.row))
-        mask = checked_mask(self._column("loss_mask", entry.row), len(wanted))
+        return self._head(connector_states(entry.file), entry.row, states)
+
+    def sample(self, entry: Entry, states: int) -> tuple[Head, NDArray[np.uint16]]:
+        """See the protocol."""
         file = connector_states(entry.file)
+        return self._head(file, entry.row, states), file.read("hidden_states")
+
+    def _head(self, file: SafetensorsFile, row: int, states: int) -> Head:
+        if not 0 <= row < self._table.num_rows:
+            raise RejectedSampleError(
+                "missing_key", f"the dataset has {self._table.num_rows} rows; expected one of number {row}"
+            )
+        wanted = checked_ids(self._column("input_ids", row))
+        mask = checked_mask(self._column("loss_mask", row), len(wanted))
         ids = checked_ids(file.read("token_ids"))
         if not np.array_equal(ids, wanted):
             raise RejectedSampleError("tokens_differ", "token_ids are not the input_ids of the dataset's row")
         return Head(ids, mask, states, checked_shape(file.shape("hidden_states"), len(ids), states))
-
-    def states(self, entry: Entry) -> NDArray[np.uint16]:
-        """See the protocol."""
-        return np.ascontiguousarray(connector_states(entry.file).read("hidden_states"))
 
     def _column(self, name: str, row: int) -> NDArray[Any]:
         value = self._table.column(name)[row]
@@ -77,7 +84,9 @@ def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
     try:
         pa = importlib.import_module("pyarrow")
     except ImportError as error:
-        raise RunError("dependency_missing", "an Arrow dataset needs the package pyarrow; expected hsx[export]") from error
+        raise RunError(
+            "dependency_missing", "an Arrow dataset needs the package pyarrow; expected hsx to be installed as hsx[parquet]"
+        ) from error
     try:
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
         parts = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]

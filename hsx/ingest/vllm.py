@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.ingest.files import files_below
 from hsx.ingest.protocol import Entry, Head, checked_ids, checked_shape
 from hsx.ingest.safetensors_file import connector_states
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hsx.core.spec import FinalState
+    from hsx.ingest.safetensors_file import SafetensorsFile
 
 
 class ConnectorFolder:
@@ -28,19 +30,22 @@ class ConnectorFolder:
 
     def entries(self) -> Iterator[Entry]:
         """See the protocol."""
-        for row, path in enumerate(sorted(self._folder.rglob("*.safetensors"))):
-            yield Entry(row, path)
+        yield from (Entry(-1, path) for path in files_below(self._folder, (".safetensors",)))
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
-        file = connector_states(entry.file)
-        ids = checked_ids(file.read("token_ids"))
-        width = checked_shape(file.shape("hidden_states"), len(ids), states)
-        return Head(ids, np.ones(len(ids), np.uint8), states, width)
+        return _head(connector_states(entry.file), states)
 
-    def states(self, entry: Entry) -> NDArray[np.uint16]:
+    def sample(self, entry: Entry, states: int) -> tuple[Head, NDArray[np.uint16]]:
         """See the protocol."""
-        return np.ascontiguousarray(connector_states(entry.file).read("hidden_states"))
+        file = connector_states(entry.file)
+        return _head(file, states), file.read("hidden_states")
+
+
+def _head(file: SafetensorsFile, states: int) -> Head:
+    ids = checked_ids(file.read("token_ids"))
+    width = checked_shape(file.shape("hidden_states"), len(ids), states)
+    return Head(ids, np.ones(len(ids), np.uint8), states, width)
 
 
 def open_folder(folder: Path) -> ConnectorFolder:

@@ -53,9 +53,9 @@ def refused(truth: Truth, folder: Path, to: str, message: str, **how: Any) -> No
 def test_the_folder_of_eagles_trainer_has_samples_alone(pre: Truth, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """EAGLE's trainer walks the folder and loads every file in it."""
     assert main(["export", str(pre.path), str(tmp_path / "x"), "--to", "eagle"]) == 0
-    assert f"the trainer is given {tmp_path / 'x' / 'data'}" in capsys.readouterr().out
-    assert read_manifest(tmp_path / "x")["trainer_folder"] == "data"
-    found = [Path(root, name) for root, _, names in os.walk(tmp_path / "x" / "data") for name in names]
+    assert f"the trainer is given {tmp_path / 'x' / 'samples'}" in capsys.readouterr().out
+    assert read_manifest(tmp_path / "x")["trainer_folder"] == "samples"
+    found = [Path(root, name) for root, _, names in os.walk(tmp_path / "x" / "samples") for name in names]
     assert len(found) == len(LENGTHS)
     assert sorted(len(load(path)["hidden_state"]) for path in found) == sorted(LENGTHS)
 
@@ -94,7 +94,7 @@ def test_a_final_state_may_be_chosen_where_the_format_takes_either(pre: Truth, t
     write(pre, tmp_path / "eagle", "eagle")
     for row in range(len(LENGTHS)):
         ours, stored = (load(tmp_path / name / f"sample_{row:08d}.pt") for name in ("chosen", "as-stored"))
-        wanted = load(tmp_path / "eagle" / "data" / "rows_0-2000" / f"data_{row}.ckpt")["hidden_state"]
+        wanted = load(tmp_path / "eagle" / "samples" / "rows_0-2000" / f"data_{row}.ckpt")["hidden_state"]
         assert torch.equal(ours["hidden_states"], wanted)
         assert torch.equal(ours["aux_hidden_states"], stored["aux_hidden_states"])
         assert (ours["hidden_states_prenorm"], stored["hidden_states_prenorm"]) == (False, True)
@@ -215,7 +215,7 @@ def test_targets_that_are_no_folder_of_this_export(pre: Truth, tmp_path: Path) -
     (tmp_path / "real").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "real")
     assert write(pre, tmp_path / "linked", "eagle").done == len(LENGTHS)
-    assert (tmp_path / "real" / "data").is_dir()
+    assert (tmp_path / "real" / "samples").is_dir()
 
 
 NAMES = (

@@ -117,7 +117,7 @@ FILES = {
     "speculators": ("hidden_states/hs_{}.safetensors", "hidden_states", "hidden_states"),
     "modelopt": ("sample_{:08d}.pt", "aux_hidden_states", "hidden_states"),
     "angelslim": ("rank_0/rows_0-2000/data_{}.ckpt", "hidden_states", "target_hiddens"),
-    "eagle": ("data/rows_0-2000/data_{}.ckpt", "", "hidden_state"),
+    "eagle": ("samples/rows_0-2000/data_{}.ckpt", "", "hidden_state"),
     "safetensors": ("rows_0-2000/sample_{}.safetensors", "hidden_states", "hidden_states"),
 }
 """Of each format: the files, and the keys of the layers and of the final state."""

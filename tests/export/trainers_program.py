@@ -1,4 +1,4 @@
-"""Reads exports with the trainers' own code, in an environment that has them: `python trainers_program.py STORE POST OUT`.
+"""Reads exports with the trainers' own code, and trains: `python trainers_program.py STORE POST OUT`, where the trainers are.
 
 STORE has pre_norm, POST the same samples with post_norm. Leaves in OUT the exports, and what was read of them as `.pt` files,
 for the tests to hold against what went into the stores.
@@ -6,6 +6,7 @@ for the tests to hold against what went into the stores.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -19,9 +20,18 @@ from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, Off
 from safetensors.torch import save_file
 from specforge.algorithms.common import dflash_family_data
 from specforge.algorithms.eagle3 import data as eagle3_data
+from specforge.algorithms.eagle3.model import OnlineEagle3Model
 from specforge.data.preprocessing import build_offline_eagle3_dataset, process_token_dict_to_mappings
 from specforge.data.utils import DataCollatorWithPadding
-from specforge.runtime.data_plane.feature_store import load_feature_file
+from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+from specforge.modeling.target.target_head import TargetHead
+from specforge.optimizer import BF16Optimizer
+from specforge.runtime.contracts import TrainBatch
+from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
+from specforge.runtime.data_plane.feature_store import LocalFeatureStore, load_feature_file
+from specforge.training.backend import FSDPTrainingBackend, ParallelConfig
+from specforge.training.controller import TrainerController, TrainerCore
+from specforge.training.strategies.base import Eagle3TrainStrategy
 from specforge.training.vocab_mapping import count_effective_feature_tokens
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.data_generation.offline import (
@@ -34,8 +44,11 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.eagle3.data import shift_batch
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.data import ArrowDataset, CollateFn
+from speculators.train.data import ArrowDataset
+from speculators.train.dataloader import create_train_val_loaders
+from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from hsx.cli import main as hsx
@@ -47,6 +60,9 @@ VOCAB = 300
 DRAFT = 60
 MAX_LEN = 96
 TRAINED = 320
+TAUGHT = (0, 1, 4)
+"""Rows for SpecForge's model, of 64 tokens at most: Triton's interpreter takes milliseconds for each token."""
+STEPS = 20
 
 
 def export(store: Path, folder: Path, to: str, *more: str) -> None:
@@ -157,7 +173,10 @@ def read_speculators(store: Path, out: Path) -> None:
             "t2d": t2d,
             "written": {key: np.load(out / "speculators" / f"{key}-{DRAFT}.npy") for key in ("d2t", "t2d")},
             "backends": sorted(HiddenStatesBackend.registry),
-            "trained": {"exported": train(exported), "direct": train(unexported)},
+            "trained": {
+                name: train_speculators(out / folder, transfer, out / f"trained-{name}")
+                for name, folder, transfer in (("exported", "speculators", files), ("direct", "index", direct))
+            },
         },
         out / "speculators.pt",
     )
@@ -178,8 +197,20 @@ def import_speculators(out: Path) -> None:
     assert hsx(["import", str(folder), str(out / "imported-theirs"), "--from", "speculators", "--layers", "2,4,7"]) == 3
 
 
-def train(dataset: ArrowDataset) -> list[float]:
-    """Losses of some steps of the real EAGLE-3 model on one batch of all samples."""
+class CpuTrainer(Trainer):  # type: ignore[misc]  # speculators is not there for type checkers
+    """speculators' trainer, but for two things that ask for an accelerator.
+
+    It takes the local rank for the number of one, and synchronises one in each step that is profiled, of which step 0 is one.
+    """
+
+    def setup_model(self) -> None:
+        self.local_rank, self.device_type = torch.device("cpu"), "cpu"
+        self.global_step = 1
+        super().setup_model()
+
+
+def train_speculators(data: Path, transfer: Any, out: Path) -> dict[str, Any]:
+    """Trains its EAGLE-3 model with its loaders, its loop and its loss; returns what the model was fed, and the losses."""
     torch.manual_seed(0)
     layer = LlamaConfig(
         hidden_size=WIDTH,
@@ -207,18 +238,129 @@ def train(dataset: ArrowDataset) -> list[float]:
         for weight in model.parameters():
             if bool(weight.isnan().any()):
                 weight.normal_(0, 0.2)
-    collate = CollateFn(TRAINED, WIDTH, 3, torch.float32, preprocess=shift_batch)
-    batch = collate([dataset[row] for row in range(len(dataset))])
-    batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-3)
-    losses = []
-    for _ in range(6):
-        loss = model(**batch, loss_config=resolve_loss_config("kl_div", "eager"))[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+    training, validation = create_train_val_loaders(
+        data_path=str(data),
+        total_seq_len=TRAINED,
+        hidden_states_dtype=torch.bfloat16,
+        transfer=transfer,
+        vllm_endpoint="",
+        on_missing="raise",
+        verifier_name_or_path="",
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=WIDTH,
+        num_target_layers=3,
+        num_workers=0,
+        prefetch_factor=1,
+        preprocess=shift_batch,
+    )
+    fed, losses = Fed(), []
+
+    def note(module: torch.nn.Module, _: Any, given: dict[str, Any], result: Any) -> None:
+        fed.add(given)
+        if module.training:
+            losses.append(float(result[1]))
+
+    model.register_forward_hook(note, with_kwargs=True)
+    how = {"loss_config": resolve_loss_config("kl_div", "eager")}
+    config = TrainerConfig(
+        lr=3e-3,
+        num_epochs=STEPS,
+        save_path=str(out),
+        train_call_kwargs=how,
+        val_call_kwargs=how,
+        scheduler_type="none",
+        checkpoint_freq=STEPS,
+        log_freq=10 * STEPS,
+    )
+    CpuTrainer(model, config, training, validation).run_training()
+    return {"losses": losses, "fed": fed.digests, "written": sorted(path.name for path in out.iterdir())}
+
+
+class Fed:
+    """Digests of all tensors that a model was given, one a step."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    def add(self, given: dict[str, Any]) -> None:
+        digest = hashlib.sha256()
+        for name, value in sorted(given.items()):
+            if isinstance(value, torch.Tensor):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        self.digests.append(digest.hexdigest())
+
+
+def train_specforge(store: Path, out: Path) -> None:
+    """Trains SpecForge's EAGLE-3 model by its loop, on its own loader's batches and on those of the store."""
+    refs = [_references(out / "specforge")[row] for row in TAUGHT]
+    normalise = eagle3_data.build_offline_normalizer(MAX_LEN)
+    collate = eagle3_data.build_offline_collator()
+    reader = FeatureDataLoader(
+        LocalFeatureStore(), refs=refs, batch_size=len(refs), collate_fn=collate, per_sample_transform=normalise
+    )
+    loader = DataLoader(Eagle3Dataset(store, MAX_LEN, indices=TAUGHT), batch_size=len(TAUGHT), collate_fn=collate)
+    exported = list(reader)
+    direct = [
+        TrainBatch([str(number)], "eagle3", tensors, {"target_repr": "hidden_state"}) for number, tensors in enumerate(loader)
+    ]
+    torch.save({"exported": _teach(exported, out), "direct": _teach(direct, out)}, out / "specforge-trained.pt")
+
+
+def _teach(batches: list[TrainBatch], out: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT,
+        max_position_embeddings=TRAINED,
+        pad_token_id=0,
+    )
+    draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
+    draft.load_vocab_mapping(str(out / "specforge" / "vocab_mapping" / "vocab_mapping.pt"))
+    draft.freeze_embedding()
+    draft = draft.to(torch.bfloat16)
+    model = OnlineEagle3Model(draft, length=2, attention_backend="sdpa")
+    backend = FSDPTrainingBackend(
+        ParallelConfig(), optimizer_factory=lambda module: BF16Optimizer(module, lr=3e-3, total_steps=STEPS, warmup_ratio=0)
+    )
+    backend.prepare_model(model, wrap=False, optimizer_target=draft)
+    fed, losses = Fed(), []
+    model.register_forward_hook(lambda _, __, given, ___: fed.add(given), with_kwargs=True)
+
+    def note(values: dict[str, Any], _: int) -> None:
+        losses.append(values["loss"])
+
+    controller = TrainerController(
+        TrainerCore(Eagle3TrainStrategy(model, target_head=_target_head(out)), backend),
+        run_id="test",
+        output_dir=str(out / "specforge-output"),
+        log_interval=1,
+        max_steps=STEPS,
+        num_epochs=STEPS,
+        logger=note,
+    )
+    controller.fit(batches)
+    return {"losses": losses, "fed": fed.digests}
+
+
+def _target_head(out: Path) -> TargetHead:
+    folder = out / "target"
+    if not folder.exists():
+        folder.mkdir()
+        LlamaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_attention_heads=4).save_pretrained(folder)
+        weight = torch.empty(VOCAB, WIDTH).normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+        save_file({"lm_head.weight": weight}, folder / "model.safetensors")
+        index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return TargetHead.from_pretrained(str(folder))
 
 
 if __name__ == "__main__":
@@ -226,6 +368,7 @@ if __name__ == "__main__":
     STORE, POST, OUT = map(Path, sys.argv[1:])
     read_specforge(STORE, POST, OUT)
     read_dflash(STORE, OUT)
+    train_specforge(STORE, OUT)
     read_modelopt(STORE, POST, OUT)
     read_speculators(STORE, OUT)
     import_speculators(OUT)
