@@ -246,6 +246,11 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, choices=tuple(FORMATS), metavar="FORMAT", help="the trainer's format, see below")
     export.add_argument("--layers", metavar="K,K", help="the k of the layers h_k to take, in this order (default: all)")
     export.add_argument(
+        "--final",
+        choices=("post_norm", "pre_norm"),
+        help="the final state, for modelopt and safetensors (default: as it is stored)",
+    )
+    export.add_argument(
         "--ids", metavar="FILE", help="only the samples whose ids are in this file, one a line; - reads standard input"
     )
     export.add_argument("--max-tokens", type=_count, metavar="N", help="leave out samples of more than N tokens")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hsx.core.spec import FinalState
     from hsx.export.mapping import Mapping
     from hsx.export.protocol import Format
     from hsx.stores.reader import Store
@@ -52,6 +53,7 @@ class Request:
 
     Attributes:
         layers: the k of the layers to take; None: all.
+        final: the final state, for formats that take either; None: as the format wants it, or as it is stored.
         ids: only these samples; None: all that are committed.
         max_tokens: longer samples are left out; None: none.
         part: this part, from 0, ...
@@ -64,6 +66,7 @@ class Request:
     """
 
     layers: tuple[int, ...] | None = None
+    final: FinalState | None = None
     ids: Collection[str] | None = None
     max_tokens: int | None = None
     part: int = 0
@@ -167,6 +170,7 @@ class ExportPlan:
             },
             "hidden_size": store.hidden_size,
             "keys": self.form.keys,
+            "trainer_folder": self.form.trainer_folder,
             "mapping": self.mapping.document(),
             "rows": len(self.selection.indices),
             "tokens": self.selection.tokens,
@@ -184,6 +188,8 @@ class ExportPlan:
             "rows": len(self.selection.indices),
             "selection": self.selection.digest,
             "draft_vocab": self.vocabulary.draft,
+            **({} if self.vocabulary.draft is None else {"vocab_size": self.vocabulary.target}),
+            **({"parts": self.request.parts} if self.form.path(0, 0) != self.form.path(0, 1) else {}),
         }
 
 
@@ -192,11 +198,22 @@ def refuse_partial(store: Store) -> None:
 
     The place to name further kinds of stores. Raises RunError `export_refused`.
     """
-    form = store.metadata["format"]
-    if form not in KNOWN_FORMATS:
+    layout = store.info.layout
+    less = "the states of some tokens alone" if layout.selects else "fp8 values" if layout.reduced else ""
+    if less or store.metadata["format"] not in KNOWN_FORMATS:
         raise RunError(
-            "export_refused", f"store {store.path} is of format {form!r}; expected {' or '.join(sorted(KNOWN_FORMATS))}"
+            "export_refused",
+            f"store {store.path} ({store.metadata['format']}) holds {less or 'what this hsx does not know'}; expected all "
+            f"tokens as bf16 ({' or '.join(sorted(KNOWN_FORMATS))}), which is what trainers read; hsx.open reads the store",
         )
+
+
+def refuse_own_folders(store: Store, folder: Path) -> None:
+    """Refuses to export into the store or into its folder on a root, links followed. Raises RunError `export_refused`."""
+    target = folder.resolve()
+    for own in (store.path, *store.roots.values()):
+        if target.is_relative_to(own.resolve()):
+            raise RunError("export_refused", f"{folder} lies in {own}, which is the store's; expected a folder of its own")
 
 
 def plan(store: Store, form: Format, folder: Path, request: Request) -> ExportPlan:
@@ -212,7 +229,9 @@ def plan(store: Store, form: Format, folder: Path, request: Request) -> ExportPl
         raise RunError("export_refused", f"{form.name} has nothing but its samples; expected no --index-only")
     if request.link and form.depends_on == "id":
         raise RunError("export_refused", f"{form.name} files hold the sample's id, and no two are equal; expected no --link")
-    mapping = map_states(form, store.info.spec, request.layers, has_norm=store.final_norm is not None)
+    refuse_own_folders(store, folder)
+    has_norm = store.final_norm is not None
+    mapping = map_states(form, store.info.spec, request.layers, has_norm=has_norm, final=request.final)
     vocabulary = Vocabulary(_vocab_size(store, request), request.draft_vocab)
     selection = select(store, form, request)
     return ExportPlan(store, form, folder, request, mapping, selection, vocabulary)
@@ -297,7 +316,7 @@ class _Run:
     def run(self) -> Progress:
         planned = self.planned
         begun = time.monotonic()
-        written = {row.row: row for row in read_rows(self.list_path) if _is_there(planned.folder, row)}
+        written = {row.row: row for row in read_rows(self.list_path) if self._is_there(row)}
         token_bytes = len(planned.mapping.names) * planned.store.hidden_size * 2
         lengths = planned.store.lengths[planned.selection.indices[list(planned.rows)]]
         self.progress = progress = Progress(len(planned.rows), int(lengths.sum()) * token_bytes)
@@ -342,7 +361,8 @@ class _Run:
         for row in [*written, *todo]:
             index = int(planned.selection.indices[row])
             mask = b"" if planned.form.depends_on == "prompt" else planned.store.loss_mask_numpy(index).tobytes()
-            groups.setdefault((planned.store.captured_as(index), mask), []).append(row)
+            key = planned.store.captured_as(index), hashlib.sha256(mask).digest()
+            groups.setdefault(key, []).append(row)
         for group in groups.values():
             if any(row not in written for row in group):
                 yield group
@@ -362,15 +382,20 @@ class _Run:
     def _write(self, row: int) -> WrittenRow:
         planned = self.planned
         path = self._path(row)
-        sample = planned.store.sample(int(planned.selection.indices[row]), states=planned.mapping.stored)
+        index = int(planned.selection.indices[row])
+        try:
+            shard = planned.store.shard_crc32c(index)  # before the states: what changes in between is written again next time
+            sample = planned.store.sample(index, states=planned.mapping.stored)
+        except RunError as error:
+            name = planned.store.sample_id(index)
+            raise RunError(error.kind, f"row {row}, sample {name!r}: {error.message}; what is written stays") from error
         states = sample.hidden_states
         if self.norm is not None:
-            states = states.clone()
-            states[:, -1] = apply_final_norm(states[:, -1], *self.norm)
+            states[:, -1] = apply_final_norm(states[:, -1], *self.norm)  # this memory is the sample's alone
         given = Exported(row, sample.id, sample.input_ids, sample.loss_mask, states, planned.mapping.names)
         with whole_file(path) as file:
             planned.form.write(file, given)
-        return self._row(row, file.nbytes, file.crc32c)
+        return self._row(row, file.nbytes, file.crc32c, shard)
 
     def _link(self, first: WrittenRow, row: int) -> WrittenRow | None:
         path = self._path(row)
@@ -381,13 +406,23 @@ class _Run:
             if error.errno in FULL:
                 raise
             return None  # no more links, or a file system without them: a copy will do
-        return self._row(row, first.bytes, first.crc32c)
+        return self._row(row, first.bytes, first.crc32c, first.shard)
 
-    def _row(self, row: int, nbytes: int, crc32c: int) -> WrittenRow:
+    def _row(self, row: int, nbytes: int, crc32c: int, shard: int | None) -> WrittenRow:
         planned = self.planned
         index = int(planned.selection.indices[row])
         name = planned.form.path(row, planned.request.part)
-        return WrittenRow(row, planned.store.sample_id(index), index, planned.store.tokens(index), name, nbytes, crc32c)
+        return WrittenRow(row, planned.store.sample_id(index), index, planned.store.tokens(index), name, nbytes, crc32c, shard)
+
+    def _is_there(self, row: WrittenRow) -> bool:
+        """The listed file is there, and made of what the store has today: a commit may have been revoked since."""
+        planned = self.planned
+        try:
+            if (planned.folder / row.file).stat().st_size != row.bytes:
+                return False
+            return row.shard is None or row.shard == planned.store.shard_crc32c(int(planned.selection.indices[row.row]))
+        except (OSError, RunError, IndexError):  # writing it will say why
+            return False
 
     def _path(self, row: int) -> Path:
         path = self.planned.folder / self.planned.form.path(row, self.planned.request.part)
@@ -407,13 +442,6 @@ class _Run:
                 "export_unwritable",
                 f"{planned.folder} has {free / 1e9:.1f} GB free; expected {needed / 1e9:.1f} GB for this part",
             )
-
-
-def _is_there(folder: Path, row: WrittenRow) -> bool:
-    try:
-        return (folder / row.file).stat().st_size == row.bytes
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +22,7 @@ from hsx.core.dump import DumpHeader
 from hsx.core.invariants import Evidence, judge_dump
 from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
-from hsx.core.spec import CaptureSpec, FinalState
+from hsx.core.spec import CaptureSpec, FinalState, final_state
 from hsx.dumps.measure import measure
 from hsx.errors import RunError
 from hsx.export.manifest import MANIFEST, read_manifest, read_rows
@@ -129,12 +130,18 @@ def _capture(request: ImportRequest, source: Source) -> CaptureSpec:
     layers, final = request.layers, request.final
     if (request.folder / MANIFEST).exists():
         manifest = read_manifest(request.folder)
-        if manifest["to"] != request.kind and request.kind != "vllm":
+        if manifest.get("to") != request.kind and request.kind != "vllm":
             raise RunError(
-                "import_refused", f"{request.folder} is an export to {manifest['to']}; expected --from {manifest['to']}"
+                "import_refused", f"{request.folder} is an export to {manifest.get('to')}; expected --from {manifest.get('to')}"
             )
-        layers = tuple(manifest["mapping"]["layers"]) if layers is None else layers
-        final = manifest["mapping"]["final"] if final is None else final
+        said, last = _mapped(request.folder, manifest)
+        for option, given, known in (("--layers", layers, said), ("--final", final, last)):
+            if given not in (None, known):
+                raise RunError(
+                    "import_refused",
+                    f"{option} is {given}, and {request.folder / MANIFEST} says {known}; expected the same, or no {option}",
+                )
+        layers, final = said, last
     if not layers:
         raise RunError(
             "import_refused", f"{request.folder} does not say which layers it has; expected --layers with the k of h_k"
@@ -167,6 +174,15 @@ def _begin(request: ImportRequest, spec: CaptureSpec) -> Journal:
         journal.close()
         raise
     return journal
+
+
+def _mapped(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], FinalState]:
+    """Layers and final state that an export has."""
+    try:
+        mapping = manifest["mapping"]
+        return tuple(int(k) for k in mapping["layers"]), final_state(str(mapping["final"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError("import_refused", f"{folder / MANIFEST} says nothing of the states: {error}") from error
 
 
 @dataclass(slots=True)
@@ -207,17 +223,18 @@ class _Import:
         """Takes down ids and masks of what can be taken so far."""
         width = next((known.width for known in self.journal.samples()), 0)
         while batch := self.journal.unread():
+            heads = list(pool.map(self._head, batch))
+            width = width or _usual_width(heads)
             with self.journal.transaction():
-                for item, found in zip(batch, pool.map(self._head, batch), strict=True):
+                for item, found in zip(batch, heads, strict=True):
                     name = item.name or _name(item.path)
                     try:
                         if isinstance(found, RejectedSampleError):
                             raise found
                         stamp, head = found
-                        width = width or head.hidden_size
                         if head.hidden_size != width:
                             raise RejectedSampleError(
-                                "bad_shape", f"H is {head.hidden_size}; expected {width}, as of the first sample"
+                                "bad_shape", f"H is {head.hidden_size}; expected {width}, as most of the first samples have"
                             )
                         if self.journal.has_id(name):
                             raise RejectedSampleError("duplicate_id", f"id {name!r} is another sample's, too")
@@ -239,6 +256,8 @@ class _Import:
     def _head(self, item: Listed) -> tuple[tuple[int, int], Head] | RejectedSampleError:
         entry = self._entry(item)
         try:
+            if not os.path.lexists(entry.file):
+                raise RejectedSampleError("missing_file", f"the dataset has row {entry.row}; expected its file")
             return _stamp(entry), self.source.head(entry, self.spec.states)
         except RejectedSampleError as rejected:
             return rejected
@@ -367,6 +386,12 @@ class _Import:
         except OSError as error:
             partial_path.unlink(missing_ok=True)
             raise store_error(error, path) from error
+
+
+def _usual_width(heads: list[tuple[tuple[int, int], Head] | RejectedSampleError]) -> int:
+    """H of most of the samples, so that one strange file in front does not turn all others away; 0 where none can be read."""
+    widths = Counter(found[1].hidden_size for found in heads if not isinstance(found, RejectedSampleError))
+    return widths.most_common(1)[0][0] if widths else 0
 
 
 def _stamp(entry: Entry) -> tuple[int, int]:

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     part, parts = args.shard
     request = Request(
         layers=None if args.layers is None else _layers(args.layers),
+        final=args.final,
         ids=None if args.ids is None else _ids(args.ids),
         max_tokens=args.max_tokens,
         part=part,
@@ -65,6 +66,8 @@ def describe(planned: ExportPlan) -> str:
         )
     elif planned.mapping.trainer_layers:
         lines.append(f"  layer ids for the trainer's configuration: {planned.mapping.trainer_layers}")
+    if planned.form.trainer_folder:
+        lines.append(f"  the trainer is given {planned.folder / planned.form.trainer_folder}")
     if planned.request.parts > 1:
         lines.append(f"  part {planned.request.part} of {planned.request.parts}: {plural(len(planned.rows), 'file')}")
     return "\n".join(lines)
@@ -92,9 +95,10 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _ids(path: str) -> list[str]:
-    """Ids, one a line; an empty line is none."""
+    """Ids, one a line, which ends with LF or CRLF; an empty line is none, and a byte order mark belongs to no id."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError("usage", f"--ids {path} cannot be read: {error}") from error
-    return [line for line in text.split("\n") if line]
+    return [line for line in (line.removesuffix("\r") for line in text.split("\n")) if line]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 _DATA: Final = "data-00000-of-00001.arrow"
 _BATCH: Final = 1000
+_BATCH_TOKENS: Final = 1 << 22
 _INT64: Final = {"dtype": "int64", "_type": "Value"}
 _LIST: Final = {"feature": _INT64, "_type": "List"}
 _FEATURES: Final = {"input_ids": _LIST, "loss_mask": _LIST, "seq_len": _INT64}
@@ -77,7 +77,16 @@ def write_arrow_dataset(folder: Path, rows: Iterable[IndexRow]) -> list[str]:
 
 
 def _batches(rows: Iterator[IndexRow]) -> Iterator[list[IndexRow]]:
-    while batch := list(islice(rows, _BATCH)):
+    """Rows for one piece of the file, which is in memory whole: bounded in rows and in tokens."""
+    batch: list[IndexRow] = []
+    tokens = 0
+    for row in rows:
+        batch.append(row)
+        tokens += len(row.input_ids)
+        if len(batch) == _BATCH or tokens >= _BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
         yield batch
 
 

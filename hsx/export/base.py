@@ -21,6 +21,8 @@ class Base:
     maps_vocabulary = False
     depends_on: Literal["prompt", "mask", "id"] = "mask"
     has_index = False
+    any_order = False
+    trainer_folder = ""
 
     def unfit(self, row: IndexRow) -> str:
         """See the protocol."""

@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 
 
 class Eagle(Base):
-    """Implements `hsx.export.protocol.Format`."""
+    """Implements `hsx.export.protocol.Format`.
+
+    The trainer loads every file below the folder that it is given, whatever its name.
+    """
 
     name = "eagle"
     layers = 0
+    trainer_folder = "samples"
     keys: ClassVar = {"input_ids": "int64 [S]", "hidden_state": "bfloat16 [S, H]", "loss_mask": "int64 [S]"}
     slots = ("", "hidden_state")
 
     def path(self, row: int, part: int) -> str:
         """See the protocol."""
-        return f"samples/{row_folder(row)}/data_{row}.ckpt"
+        return f"{self.trainer_folder}/{row_folder(row)}/data_{row}.ckpt"
 
     def write(self, file: CheckedFile, sample: Exported) -> None:
         """See the protocol."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
@@ -62,7 +63,8 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[CheckedFile]:
     The folder must exist. One writer at a time for each path, unless it is `shared`: then several processes may write the same.
     Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}{f'.{os.getpid()}' if shared else ''}{PARTIAL}")
+    own = f".{secrets.token_hex(4)}" if shared else ""  # not the process id: in containers they are all alike
+    temporary = path.with_name(f".{path.name}{own}{PARTIAL}")
     try:
         with temporary.open("wb") as file:
             yield CheckedFile(file)

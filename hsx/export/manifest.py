@@ -35,6 +35,7 @@ class WrittenRow:
         file: its path below the export's folder.
         bytes: the file's size.
         crc32c: of the whole file.
+        shard: crc32c of the states in the store that it was made of; None where the store's shards have no records.
     """
 
     row: int
@@ -44,6 +45,7 @@ class WrittenRow:
     file: str
     bytes: int
     crc32c: int
+    shard: int | None = None
 
 
 def rows_name(part: int, parts: int) -> str:
@@ -65,9 +67,13 @@ def read_rows(path: Path) -> Iterator[WrittenRow]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield WrittenRow(**json.loads(line))
-            except (ValueError, TypeError) as error:
+                row = WrittenRow(**json.loads(line))
+                if not (type(row.id) is type(row.file) is str and type(row.row) is type(row.bytes) is int):
+                    raise TypeError("id and file are to be text, row and bytes whole numbers")
+                row.id.encode()  # JSON may hold half a character, which no other text can
+            except (ValueError, TypeError, RecursionError) as error:
                 raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
+            yield row
 
 
 class RowList:
@@ -103,14 +109,15 @@ def claim(folder: Path, document: dict[str, Any], identity: dict[str, Any]) -> N
     """
     path = folder / MANIFEST
     if not path.exists():
-        strangers = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((".", "hsx-")))
-        if strangers:
+        strangers = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if strangers and not path.exists():  # else another part has just begun
             raise RunError(
                 "export_refused", f"{folder} has {strangers[0]} and no {MANIFEST}; expected a new folder, or one of this export"
             )
-        with whole_file(path, shared=True) as file:
-            file.write(json.dumps({**document, "identity": identity}, indent=2).encode() + b"\n")
-        return
+        if not strangers:
+            with whole_file(path, shared=True) as file:
+                file.write(json.dumps({**document, "identity": identity}, indent=2).encode() + b"\n")
+            return
     found = read_manifest(folder).get("identity")
     differing = [key for key in identity if not isinstance(found, dict) or found.get(key) != identity[key]]
     if differing:
@@ -127,7 +134,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError("export_refused", f"{path} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError("export_refused", f"{path} is no manifest; expected format {FORMAT!r}")

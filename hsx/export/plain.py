@@ -21,6 +21,7 @@ class Plain(Base):
     layers = None
     depends_on: Literal["prompt", "mask", "id"] = "id"
     layer_shift = 0
+    any_order = True
     keys: ClassVar = {"input_ids": "int64 [S]", "loss_mask": "int64 [S]", "hidden_states": "bfloat16 [S, K+1, H]"}
     slots = ("hidden_states[:, {slot}]", "hidden_states[:, -1]")
 

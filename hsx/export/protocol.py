@@ -120,6 +120,16 @@ class Format(Protocol):
         """What lies beside its samples is of use without them: ids and masks of all rows."""
         ...
 
+    @property
+    def any_order(self) -> bool:
+        """Layers may be taken in any order; without it, in rising order, as servers hand them to the draft."""
+        ...
+
+    @property
+    def trainer_folder(self) -> str:
+        """The folder below the export that the trainer is to be given; "" for the export itself."""
+        ...
+
     def path(self, row: int, part: int) -> str:
         """The file of a row below the export's folder; `part` is the i of `--shard i/n`. Never made of the sample's id."""
         ...

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class RejectedSampleError(Exception):
     """A sample that cannot be taken.
 
-    `reason` is a stable word: `unreadable`, `missing_key`, `bad_shape`, `bad_type`, `bad_ids`, `bad_mask`, `tokens_differ`,
-    `duplicate_id`, `fp8`, `changed`, or the name of an invariant.
+    `reason` is a stable word: `unreadable`, `missing_file`, `missing_key`, `bad_shape`, `bad_type`, `bad_ids`, `bad_mask`,
+    `tokens_differ`, `duplicate_id`, `fp8`, `changed`, or the name of an invariant.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,36 +49,58 @@ class SpecForgeFolder:
 
 
 def _head(raw: dict[str, torch.Tensor], states: int) -> Head:
-    ids = checked_ids(raw["input_ids"].reshape(-1).numpy())
-    mask = checked_mask(raw["loss_mask"].reshape(-1).numpy(), len(ids))
+    ids = checked_ids(_row(raw, "input_ids").numpy())
+    mask = checked_mask(_row(raw, "loss_mask").numpy(), len(ids))
     final, layers = raw["hidden_state"], raw["aux_hidden_state"]
     for name, tensor in (("hidden_state", final), ("aux_hidden_state", layers)):
         if tensor.dtype != torch.bfloat16:
             raise RejectedSampleError("bad_type", f"{name} is {tensor.dtype}; expected torch.bfloat16")
+        if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and len(tensor) != 1) or not tensor.shape[-1]:
+            raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, width]")
     width = final.shape[-1]
     for name, tensor, wanted in (("hidden_state", final, width), ("aux_hidden_state", layers, width * (states - 1))):
-        if tensor.shape[-1] != wanted or not wanted:
+        if tensor.shape[-1] != wanted:
             raise RejectedSampleError("bad_shape", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
-        if tensor.numel() != len(ids) * wanted:
+        if tensor.shape[-2] != len(ids):
             raise RejectedSampleError("tokens_differ", f"{name} is {list(tensor.shape)}; expected [1, {len(ids)}, {wanted}]")
     return Head(ids, mask, states, width)
+
+
+def _row(raw: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A tensor of one value a token, [S] or [1, S], as [S]: two rows would be two samples.
+
+    Its type is one that numpy has. Raises RejectedSampleError `bad_ids`, `bad_mask`.
+    """
+    tensor = raw[name]
+    if tensor.dtype.is_complex or tensor.dtype == torch.bfloat16 or tensor.ndim not in (1, 2) or tensor.shape[:-1].numel() != 1:
+        reason = "bad_ids" if name == "input_ids" else "bad_mask"
+        raise RejectedSampleError(reason, f"{name} is {tensor.dtype} {list(tensor.shape)}; expected [S] whole numbers")
+    return tensor.reshape(-1)
 
 
 def _load(path: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rb") as file:
-                raw = torch.load(io.BytesIO(file.read()), weights_only=True)
+                raw: Any = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
         else:
-            raw = torch.load(path, weights_only=True, mmap=mapped)
-    except Exception as error:
-        raise RejectedSampleError("unreadable", f"torch.load: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raw = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # torch raises all kinds for a file that is torn, and for one that wants more than tensors
+        first = next(iter(str(error).splitlines()), "")
+        raise RejectedSampleError("unreadable", f"torch.load: {type(error).__name__}: {first}") from error
     if not isinstance(raw, dict):
         raise RejectedSampleError("unreadable", f"holds a {type(raw).__name__}; expected a dictionary")
     for key in KEYS:
-        if not isinstance(raw.get(key), torch.Tensor):
+        tensor = raw.get(key)
+        if not isinstance(tensor, torch.Tensor):
             raise RejectedSampleError("missing_key", f"has no tensor {key}; expected {', '.join(KEYS)}")
-    return raw
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise RejectedSampleError("bad_type", f"{key} is {tensor.layout} on {tensor.device}; expected an ordinary tensor")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():  # strides of 0 claim any size
+            raise RejectedSampleError(
+                "bad_shape", f"{key} is {list(tensor.shape)} in {tensor.untyped_storage().nbytes()} bytes; expected all of it"
+            )
+    return {key: raw[key].detach() for key in KEYS}
 
 
 def open_folder(folder: Path) -> SpecForgeFolder:

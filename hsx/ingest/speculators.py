@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from hsx.core.spec import FinalState
     from hsx.ingest.safetensors_file import SafetensorsFile
 
+_NAME: Final = re.compile(r"hs_[0-9]+\.safetensors")
+"""As speculators' own reader names them: what it writes beside them, locks and parts, are no samples."""
+
 
 class SpeculatorsFolder:
     """Implements `hsx.ingest.protocol.Source`. `token_ids` of a file must be the `input_ids` of its row."""
@@ -37,9 +41,13 @@ class SpeculatorsFolder:
         folder = self._folder / "hidden_states"
         if not folder.is_dir():
             raise RunError("import_refused", f"{self._folder} has no folder hidden_states; expected one of speculators")
+        there = np.zeros(self._table.num_rows, np.bool_)
         for path in files_below(folder, (".safetensors",)):
-            if path.parent == folder and path.name.startswith("hs_"):
-                yield Entry(number_of(path), path)
+            if path.parent == folder and _NAME.fullmatch(path.name):
+                row = number_of(path)
+                there[row : row + 1] = True
+                yield Entry(row, path)
+        yield from (Entry(row, folder / f"hs_{row}.safetensors") for row in np.flatnonzero(~there).tolist())
 
     def head(self, entry: Entry, states: int) -> Head:
         """See the protocol."""
@@ -63,7 +71,13 @@ class SpeculatorsFolder:
         return Head(ids, mask, states, checked_shape(file.shape("hidden_states"), len(ids), states))
 
     def _column(self, name: str, row: int) -> NDArray[Any]:
-        return np.asarray(self._table.column(name)[row].values.to_numpy(zero_copy_only=False))
+        value = self._table.column(name)[row]
+        if not value.is_valid or not hasattr(value, "values"):
+            reason = "bad_ids" if name == "input_ids" else "bad_mask"
+            raise RejectedSampleError(
+                reason, f"{name} of row {row} is {value.type}, {value.as_py()!r}; expected a list of numbers"
+            )
+        return np.asarray(value.values.to_numpy(zero_copy_only=False))
 
 
 def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
@@ -77,7 +91,7 @@ def _table(folder: Path) -> Any:  # noqa: ANN401 - pyarrow ships no types
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
         parts = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
         table = pa.concat_tables(parts)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise RunError(
             "import_refused", f"{folder} is no dataset of speculators: {error}; expected one of save_to_disk"
         ) from error

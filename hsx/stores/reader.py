@@ -401,6 +401,17 @@ class Store:
         with self._open(index) as shard:
             return shard.record().index
 
+    def shard_crc32c(self, key: SupportsIndex | str) -> int | None:
+        """The crc32c of a committed sample's payload, out of its shard's record; None in a store whose shards have none.
+
+        Another one than before says that the sample was committed anew. Raises as `sample`.
+        """
+        index = self.index(key)
+        if not self._info.layout.records:
+            return None
+        with self._open(index) as shard:
+            return shard.record().crc32c
+
     def shard_path(self, key: SupportsIndex | str) -> Path:
         """Where the shard of a committed sample is, links followed. Raises as `sample`, but for what reading it would find."""
         index = self.index(key)

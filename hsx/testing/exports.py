@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,6 +55,7 @@ def exportable_store(
     norm: bool = True,
     committed: int | None = None,
     twins: Mapping[int, int] | None = None,
+    **how: Any,  # noqa: ANN401 - passed on
 ) -> Truth:
     """A store `folder/store` whose masks are 0 for the first third of each sample, and 1 for the rest but every fifth token.
 
@@ -65,6 +66,7 @@ def exportable_store(
         layers: the k of its layers.
         norm: record a final norm.
         committed: only the first so many samples are committed; default: all.
+        how: further arguments for `build_store`, such as `names`.
         twins: samples that have the prompt, and share the shard, of another one of their length.
     """
     rng = np.random.default_rng(7)
@@ -81,6 +83,7 @@ def exportable_store(
         masks=masks,
         spec=CaptureSpec(layers, final),
         committed=committed,
+        **how,
     )
     roots = {root.name: root for root in built.roots}
     for twin, first in (twins or {}).items():

@@ -85,6 +85,7 @@ def build_store(
     direct: bool = True,
     codec: str = "none",
     masks: Sequence[NDArray[np.uint8]] | None = None,
+    names: Sequence[str] | None = None,
     **less: Any,  # noqa: ANN401 - passed on
 ) -> BuiltStore:
     """Writes a store to `folder/store`, with roots `folder/<name>` that take the samples by turns.
@@ -99,6 +100,7 @@ def build_store(
         direct: use O_DIRECT where the file system has it.
         codec: how inner chunks are compressed.
         masks: loss mask of each sample, uint8 [tokens]; default: every other token.
+        names: id of each sample; default: `sample-0`, `sample-1`...
         less: `kept`, `context` and `dtype` of the layout, for a store that keeps less.
     """
     rng = np.random.default_rng(0)
@@ -106,7 +108,8 @@ def build_store(
     with TokenTableWriter(folder / "store") as table:
         for index, sample in enumerate(ids):
             mask = (np.arange(len(sample)) % 2).astype(np.uint8) if masks is None else masks[index]
-            table.add(Row(sample_id=f"sample-{index}", input_ids=sample, loss_mask=mask, line=index + 1))
+            name = f"sample-{index}" if names is None else names[index]
+            table.add(Row(sample_id=name, input_ids=sample, loss_mask=mask, line=index + 1))
         table.finish({"sha256": "none"}, {})
     _, vectors, width = states[0].shape
     layout = StoreLayout(len(states), max(len(s) for s in states), vectors, width, codec=codec, **less)
