@@ -47,7 +47,7 @@ class TableFile:
         """
         pyarrow = _pyarrow(self.path)
         number = 0
-        stamp = self._look()
+        self._require_same()
         try:
             for batch in self._batches(pyarrow):
                 columns = BatchColumns(batch)
@@ -56,13 +56,12 @@ class TableFile:
                     yield number, TableFields(columns, row)
         except (pyarrow.ArrowException, OSError) as error:
             raise self._fault(f"after row {number}: {str(error).splitlines()[0] if str(error) else error!r}") from error
-        if self._digest is not None and stamp != self._stamp:
-            raise self._fault("it changed since it was first read; a job needs a file that stays as it is")
+        self._require_same()
 
     def sha256(self) -> str:
         """SHA-256 of the file's bytes on the disk, in hex. Reads the file, once."""
         if self._digest is None:
-            self._stamp = self._look()
+            self._require_same()
             hasher = hashlib.sha256()
             try:
                 with self.path.open("rb") as file:
@@ -70,8 +69,16 @@ class TableFile:
                         hasher.update(block)
             except OSError as error:
                 raise self._fault(str(error.strerror or error)) from error
+            self._require_same()
             self._digest = hasher.hexdigest()
         return self._digest
+
+    def _require_same(self) -> None:
+        """Before and after each pass the file is the one that the first pass found: rows and hash belong together."""
+        found = self._look()
+        if self._stamp not in ((), found):
+            raise self._fault("it changed since it was first read; a job needs a file that stays as it is")
+        self._stamp = found
 
     def _look(self) -> tuple[int, ...]:
         try:

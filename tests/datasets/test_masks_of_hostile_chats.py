@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hsx.datasets.turns import Turn
 
-EXAMPLES: Final = 25
+EXAMPLES: Final = 20
 ENDS: Final = {
     "glm": ("", *(f"<|{role}|>" for role in ("user", "assistant", "system", "tool"))),
     "inst": ("</s>",),
@@ -41,7 +41,7 @@ def write_tokenizer(folder: Path, kind: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = [] if kind == "bytes" else [one + two + three for one in PARTS for two in PARTS[:20] for three in PARTS[30:40]]
+    corpus = [] if kind == "bytes" else [one + two for one in PARTS for two in PARTS]
     tokenizer.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     )
