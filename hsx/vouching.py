@@ -91,6 +91,7 @@ class Vouching:
         self._clock = clock
         self._unvouched = 0
         self._due = asyncio.Event()
+        self._probing = asyncio.Lock()
         self._open: LiveEpoch | None = None
         self._ended = asyncio.Event()
         self._revoked = False
@@ -177,7 +178,9 @@ class Vouching:
             self._due.clear()
             epoch = await ready()
             try:
-                await self.probe(epoch)
+                async with self._probing:
+                    if self._unvouched:  # not if the one at the end of the run was faster
+                        await self._probe(epoch)
             except EngineError as error:
                 if error.kind == "epoch_void":
                     continue
@@ -201,7 +204,9 @@ class Vouching:
             if epoch is None or not self._unvouched:
                 break
             try:
-                if not await self.probe(epoch):
+                async with self._probing:  # one under way is not left in the lurch: its dumps would stay
+                    sound = not self._unvouched or await self._probe(epoch)
+                if not sound:
                     break
             except EngineError as error:
                 if epoch.is_void:
@@ -218,7 +223,7 @@ class Vouching:
         revoked, self._revoked = self._revoked, False
         return not revoked
 
-    async def probe(self, epoch: LiveEpoch) -> bool:
+    async def _probe(self, epoch: LiveEpoch) -> bool:
         """One canary: True when it is sound; False when it is not, and the epoch was voided for it.
 
         Raises EngineError where the server could not be asked.
