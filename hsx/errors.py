@@ -24,7 +24,7 @@ KINDS: Final[dict[str, str]] = {
     "dataset_rejected": "the dataset has bad rows and on_bad_row is 'refuse'",
     "dataset_empty": "the dataset has no usable row",
     "mask_empty": "no token of any row counts for the loss, and zero_masks is 'refuse'",
-    "chat_unavailable": "conversations need the 'chat' extra, a tokenizer or a chat template that is not there",
+    "chat_unavailable": "conversations need the 'chat' extra, a tokenizer that transformers loads alike, and a chat template",
     "model_unreadable": "the model folder has no usable config.json",
     # one sample
     "violation": "an invariant on this sample does not hold",

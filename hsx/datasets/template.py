@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -182,6 +183,7 @@ class ChatTemplate:
 
     def _spans(self, text: str, found: _Found) -> Spans:
         spans = []
+        prompts: dict[tuple[str, str, bool], str] = {}
         for turn, (first, last) in found.bounds.items():
             given = found.turns[turn]
             if given.role != "assistant":
@@ -190,10 +192,17 @@ class ChatTemplate:
             before, after = edges(found.framed[turn].content)
             start = first - len(before) if before and text.endswith(before, floor, first) else first
             end = last + len(after) if after and text.startswith(after, last) else last
-            earlier, prompt = self._prompt_of(found.turns[:turn], found.tools)
+            # Each prompt takes two renderings of all turns before it. Where the template wrote the same before a turn, after a
+            # turn of the same kind, it is the same prompt: thousands of turns would take thousands of renderings otherwise.
+            before_it = found.turns[turn - 1] if turn else None
+            kind = (text[floor:start], before_it.role if before_it else "", bool(before_it and before_it.calls))
+            if kind not in prompts:
+                prompts[kind] = self._prompt_of(found.turns[:turn], found.tools)[1]
+            prompt = prompts[kind]
             at = text.rfind(prompt, floor, start) if prompt else -1
             if at < 0 and given.calls and not given.content.strip():
                 # What frames the call is the assistant's: it begins where the rendering of the earlier turns ends.
+                earlier, _ = self._prompt_of(found.turns[:turn], found.tools)
                 if not (floor <= len(earlier) <= start and text.startswith(earlier)):
                     raise TemplateError(
                         f"it cannot be told where the call of turn {turn + 1} begins: no generation prompt is there"
@@ -206,8 +215,10 @@ class ChatTemplate:
 
     def _marked(self, found: _Found, marks: Spans) -> Spans:
         """What the template marks; no other turn's text may be in it."""
+        ends = [end for _, end in marks]
         for turn, (first, last) in found.bounds.items():
-            if found.turns[turn].role != "assistant" and any(start < last and first < end for start, end in marks):
+            after = bisect_right(ends, first)
+            if found.turns[turn].role != "assistant" and after < len(marks) and marks[after][0] < last:
                 raise TemplateError(
                     f"the template marks the text of turn {turn + 1} (role {found.turns[turn].role!r}) as generated"
                 )
@@ -238,7 +249,8 @@ class ChatTemplate:
 
     def _end_of_call(self, text: str, end: int, found: _Found, turn: int) -> int:
         """Where a turn that ends with a call ends: after the first end-of-turn token before the next turn's text."""
-        limit = min((start for start, _ in found.places if start >= end), default=len(text))
+        after = bisect_left(found.places, (end, 0))
+        limit = found.places[after][0] if after < len(found.places) else len(text)
         if turn + 1 < len(found.turns) and turn + 1 not in found.bounds:  # a result that was left in the frame
             later = (text.find(form, end, limit) for form in result_forms(found.turns[turn + 1].content))
             limit = min((at for at in later if at >= 0), default=limit)
