@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.commands.output import emit, emit_json, plural
+from hsx.commands.output import emit_json, plural
 from hsx.config_load import load
 from hsx.datasets import open_dataset
 from hsx.datasets.agreement import compare
@@ -18,6 +18,7 @@ from hsx.exit_codes import ExitCode
 from hsx.index import NOTHING_COUNTS
 from hsx.model_config import read_model_shape
 from hsx.preview import Preview, pieces, take
+from hsx.printable import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         emit_json(_document(seen, found, decode) | {"tokenizer": compared})
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-        emit(_text(seen, found, decode, compared, colour=colour))
+        # As it is: all of it was made safe to show, and colours are no text of others.
+        sys.stdout.write(_text(seen, found, decode, compared, colour=colour) + "\n")
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":
@@ -105,8 +107,9 @@ def _text(
     if found.cut:
         lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
     lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
+    lines = [printable(line) for line in lines]
     for row in found.samples:
-        lines += ["", _head(row), _shown(row, decode, colour=colour)]
+        lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]
     if found.samples:
         lines += ["", "what counts for the loss is " + ("green" if colour else "between [[ and ]]")]
     return "\n".join(lines)
