@@ -25,7 +25,7 @@ KINDS: Final[dict[str, str]] = {
     "dataset_empty": "the dataset has no usable row",
     "dataset_ambiguous": "a row can be read in several ways, and the job file does not say in which",
     "mask_empty": "no token of any row counts for the loss, and zero_masks is 'refuse'",
-    "chat_unavailable": "conversations need the 'chat' extra, a tokenizer or a chat template that is not there",
+    "chat_unavailable": "conversations need the 'chat' extra, a tokenizer that transformers loads alike, and a chat template",
     "model_unreadable": "the model folder has no usable config.json",
     # one sample
     "violation": "an invariant on this sample does not hold",

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         emit_json(_document(seen, found, decode) | {"tokenizer": compared})
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        # As it is: all of it was made safe to show, and colours are no text of others.
         sys.stdout.write(_text(seen, found, decode, compared, colour=colour) + "\n")
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
@@ -108,7 +109,7 @@ def _text(
     lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
     lines = [printable(line) for line in lines]  # what follows has colours, and its text is cleaned piece by piece
     for row in found.samples:
-        lines += ["", _head(row), _shown(row, decode, colour=colour)]
+        lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]
     if found.samples:
         lines += ["", "what counts for the loss is " + ("green" if colour else "between [[ and ]]")]
     return "\n".join(lines)

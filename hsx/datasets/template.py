@@ -224,23 +224,33 @@ class ChatTemplate:
 
     def _spans(self, text: str, found: Placed) -> Spans:
         spans = []
+        prompts: dict[tuple[str, str, bool], str] = {}
         for turn, (first, last) in found.bounds.items():
             given = found.turns[turn]
             if given.role != "assistant":
                 continue
             _, after = edges(found.framed[turn].content, found.marks)
             end = last + len(after) if after and text.startswith(after, last) else last
-            spans.append((self._begin(text, found, turn, first), self._end(text, found, turn, end)))
+            spans.append((self._begin(text, found, turn, first, prompts), self._end(text, found, turn, end)))
         return tuple(spans)
 
-    def _begin(self, text: str, found: Placed, turn: int, first: int) -> int:
-        """Where what the model writes begins: behind the generation prompt; where there is none, with the text."""
+    def _begin(self, text: str, found: Placed, turn: int, first: int, prompts: dict[tuple[str, str, bool], str]) -> int:
+        """Where what the model writes begins: behind the generation prompt; where there is none, with the text.
+
+        A prompt takes two renderings of all turns before it. Where the template wrote the same before a turn, after a turn of
+        the same kind, it is the same one of `prompts`: thousands of turns would take thousands of renderings otherwise.
+        """
         given, floor = found.turns[turn], found.floor[turn]
-        earlier, prompt = self._prompt_of(found.turns[:turn], found.tools)
+        before_it = found.turns[turn - 1] if turn else None
+        kind = (text[floor:first], before_it.role if before_it else "", bool(before_it and before_it.calls))
+        if kind not in prompts:
+            prompts[kind] = self._prompt_of(found.turns[:turn], found.tools)[1]
+        prompt = prompts[kind]
         at = text.rfind(prompt, floor, first) if prompt else -1
         if at >= 0:
             found.require_own(prompt, turn)
             return at + len(prompt)
+        earlier, _ = self._prompt_of(found.turns[:turn], found.tools)
         before, _ = edges(found.framed[turn].content, found.marks)
         start = first - len(before) if before and text.endswith(before, floor, first) else first
         follows = floor <= len(earlier) <= start and text.startswith(earlier)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from hsx.datasets.placing import TemplateError
-from hsx.datasets.template import ChatTemplate
+from hsx.datasets.template import ChatTemplate, Style
 from hsx.datasets.turns import Turn
 from hsx.errors import RunError
 
@@ -207,3 +207,34 @@ def test_tokenizer_that_loses_white_space(model_with: Model) -> None:
     )
     tokenizer.save(str(model / "tokenizer.json"))
     assert "loses white space" in unavailable(model)
+
+
+class Counted(Mapping[str, str]):
+    """No variables for a template, and how often it was asked for them: once a rendering."""
+
+    def __init__(self) -> None:
+        self.renderings = 0
+
+    def __getitem__(self, name: str) -> str:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.renderings += 1
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_renderings_do_not_grow_with_the_turns(model_with: Model) -> None:
+    """Or a conversation of megabytes takes minutes: each of them renders all turns before it."""
+    model = model_with(THINKING)
+    counts = []
+    for pairs in (3, 300):
+        counted = Counted()
+        turns = [(role, f"{role} {number}") for number in range(pairs) for role in ("user", "assistant")]
+        found = spans(ChatTemplate(model, style=Style(arguments=counted)), *turns)
+        assert found[1:-1] == [f"assistant {number}<|im_end|>" for number in range(1, pairs - 1)]
+        assert found[-1] == f"<think>\n\n</think>\n\nassistant {pairs - 1}<|im_end|>"
+        counts.append(counted.renderings)
+    assert counts[0] == counts[1] > 0
