@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.commands.output import emit_json, plural
+from hsx.commands.output import emit_json, plural, write
 from hsx.config_load import load
 from hsx.datasets import open_dataset
 from hsx.datasets.sniff import Sniffed, sniff
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         emit_json(_document(seen, found, decode))
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-        sys.stdout.write(_text(seen, found, decode, colour=colour) + "\n")
+        write(_text(seen, found, decode, colour=colour) + "\n")
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":
