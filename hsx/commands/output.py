@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -16,12 +17,23 @@ if TYPE_CHECKING:
 
 def emit(text: str) -> None:
     """Writes lines to standard output; what is not printable in them is escaped."""
-    sys.stdout.write(printable(text) + "\n")
+    write(printable(text) + "\n")
+
+
+def write(text: str) -> None:
+    """Writes to standard output; what its encoding does not have (latin-1 has no Japanese) becomes a backslash escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def emit_json(document: object) -> None:
     """Writes `document` (plain data, dataclasses, structs, paths) as one JSON object."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(json.loads(text), indent=2)  # in ASCII, with the escapes of JSON
+    sys.stdout.write(text + "\n")
 
 
 class Ticker:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.commands.output import emit_json, plural
+from hsx.commands.output import emit_json, plural, write
 from hsx.config_load import load
 from hsx.datasets import open_dataset
 from hsx.datasets.agreement import compare
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
         # As it is: all of it was made safe to show, and colours are no text of others.
-        sys.stdout.write(_text(seen, found, decode, compared, colour=colour) + "\n")
+        write(_text(seen, found, decode, compared, colour=colour) + "\n")
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":

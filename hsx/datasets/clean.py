@@ -92,6 +92,9 @@ class CleanRows:
 
     def _take(self, batch: BatchColumns, name: str, rows: Bools, *, labels: bool) -> None:
         column = batch.numbers(name)
+        if labels and column.flags:
+            self._clean &= ~rows
+            return
         as_long = column.stops - column.starts == self._lengths
         self._clean &= ~rows | as_long
         at, there = self._places(column, rows & as_long)

@@ -31,10 +31,10 @@ def mask_of(fields: Fields, columns: Columns, ids: NDArray[np.int32]) -> NDArray
         (columns.prompt_length, _from_prompt),
     ]
     found = [(name, read(fields, name, ids)) for name, read in forms if fields.has(name)]
-    named = [name for name in (columns.loss_mask, columns.labels, columns.prompt_length) if name not in MASKS]
-    if not found and named:
-        raise Bad("missing_field", f"field {named[0]!r}, which dataset.columns names, is missing or null; expected a loss mask")
     if not found:
+        named = [name for name, _ in forms if name not in MASKS]
+        if named:
+            raise Bad("missing_field", f"field {named[0]!r}, which dataset.columns names, is missing or null; expected a mask")
         return np.ones(len(ids), dtype=np.uint8)
     first, mask = found[0]
     for name, other in found[1:]:
@@ -60,9 +60,9 @@ def require_whole(fields: Fields) -> None:
         )
 
 
-def _integers(fields: Fields, name: str, tokens: int, wanted: str) -> NDArray[np.int64]:
+def _integers(fields: Fields, name: str, tokens: int, wanted: str, *, flags: bool = False) -> NDArray[np.int64]:
     try:
-        values = np.asarray(fields.integers(name, flags=True), dtype=np.int64)
+        values = np.asarray(fields.integers(name, flags=flags), dtype=np.int64)
     except OverflowError as error:
         raise Bad("bad_mask", f"{name} has a value of more than 64 bits; expected {wanted}") from error
     except Bad as bad:
@@ -75,7 +75,7 @@ def _integers(fields: Fields, name: str, tokens: int, wanted: str) -> NDArray[np
 
 
 def _from_mask(fields: Fields, name: str, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-    values = _integers(fields, name, len(ids), "0 and 1")
+    values = _integers(fields, name, len(ids), "0 and 1", flags=True)
     if len(values) and int(values.view(np.uint64).max()) > 1:  # as unsigned numbers negative ones are huge
         wrong = np.flatnonzero((values != 0) & (values != 1))
         raise Bad("bad_mask", f"{name}[{wrong[0]}] is {values[wrong[0]]}; expected 0 or 1")

@@ -140,7 +140,7 @@ def find_files(path: Path) -> FoundFiles:
             return _pattern(path)
     except OSError as error:
         raise RunError("dataset_unreadable", f"{path}: {error.strerror or error}") from error
-    return FoundFiles((path,), (path.name,))
+    return FoundFiles((path,), (_named(path, path.parent),))
 
 
 def _saved(folder: Path) -> FoundFiles | None:
@@ -182,7 +182,7 @@ def _folder(folder: Path) -> FoundFiles:
         if data and not file.is_dir():
             _require_there(file)
         (there if data and file.is_file() else left).append(file)
-    names = [str(file.relative_to(folder)) for file in left]
+    names = [_named(file, folder) for file in left]
     if not there:
         raise RunError(
             "dataset_unreadable",
@@ -190,7 +190,7 @@ def _folder(folder: Path) -> FoundFiles:
             + (f"; it has {', '.join(names[:LISTED])}" if names else ""),
         )
     there.sort(key=lambda file: file.relative_to(folder).parts)
-    return FoundFiles(tuple(there), tuple(str(file.relative_to(folder)) for file in there), tuple(sorted(names)))
+    return FoundFiles(tuple(there), tuple(_named(file, folder) for file in there), tuple(sorted(names)))
 
 
 def _below(folder: Path, top: Path, seen: set[Path]) -> Iterator[Path]:
@@ -220,9 +220,9 @@ def _pattern(path: Path) -> FoundFiles:
     taken = [file for file in meant if file.is_file()]
     if not taken:
         raise RunError("dataset_unreadable", f"{path}: no file is called so; expected at least one")
-    names = [str(file.relative_to(base)) for file in taken]
+    names = [_named(file, base) for file in taken]
     chosen = set(taken)
-    left = [str(file.relative_to(base)) for file in found if file not in chosen]
+    left = [_named(file, base) for file in found if file not in chosen]
     return FoundFiles(tuple(taken), tuple(names), tuple(left))
 
 
@@ -230,6 +230,11 @@ def _require_there(file: Path) -> None:
     """Raises RunError `dataset_unreadable` for a link that leads nowhere, which would be passed over like what is not there."""
     if file.is_symlink() and not file.exists():
         raise RunError("dataset_unreadable", f"{file} is a link that leads nowhere; expected a link to a file, or none")
+
+
+def _named(file: Path, folder: Path) -> str:
+    """The file's name below the folder, as text: bytes that are not UTF-8 are escaped."""
+    return str(file.relative_to(folder)).encode(errors="backslashreplace").decode()
 
 
 def _hidden(path: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -176,3 +178,26 @@ def test_system_text_beside_the_turns_is_told(tmp_path: Path, chat_model: Path) 
     path.write_text(json.dumps({"id": 1, "system": "Be kind.", "messages": TURNS}), encoding="utf-8")
     notes = [line for line in sniff(dataset_config(path, chat_model)).lines() if line.startswith("note")]
     assert notes == ["note       the field 'system' is not read; expected as the first turn where it is to be seen"]
+
+
+def test_name_of_a_file_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, {"dataset": {"path": "rows"}})
+    (tmp_path / "rows").mkdir()
+    for name in (b"\xff.jsonl", b"\xfe.txt"):
+        (tmp_path / "rows" / os.fsdecode(name)).write_bytes(lines("1"))
+    for command in ("check", "preview"):
+        assert main([command, str(job), "--json"]) == ExitCode.DONE
+        found = json.loads(capsys.readouterr().out)["dataset"]
+        assert (found["files"], found["ignored"]) == (["\\udcff.jsonl"], ["\\udcfe.txt"])
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_screen_of_another_encoding(tmp_path: Path, encoding: str) -> None:
+    job = write_job(tmp_path)
+    (tmp_path / "rows.jsonl").write_bytes(lines("日本😀"))
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "hsx", "preview", str(job)]
+    shown = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode(encoding)
+    assert "--- '\\u65e5\\u672c\\U0001f600', line 1" in shown
+    shown = subprocess.run([*command, "--json"], env=environment, capture_output=True, check=True).stdout.decode(encoding)
+    assert json.loads(shown)["samples"][0]["id"] == "日本😀"

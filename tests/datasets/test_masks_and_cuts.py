@@ -53,6 +53,7 @@ def test_mask(tmp_path: Path, fields: dict[str, Any], mask: list[int]) -> None:
         ({"loss_mask": [0, 1]}, "mask_length", "loss_mask has 2 values; expected 4"),
         ({"loss_mask": [0.0, 1, 1, 1]}, "bad_mask", "is not a list of 0 and 1"),
         ({"loss_mask": [0, 1, 1, 2**70]}, "bad_mask", "more than 64 bits"),
+        ({"labels": [-100, 11, 12, True]}, "bad_mask", "is not a list of token ids and -100"),
         ({"labels": [-100, 11]}, "mask_length", "labels has 2 values"),
         ({"labels": [-100, 11, 12, 99]}, "bad_mask", "labels[3] is 99; expected -100 or 13, the token that stands there"),
         ({"labels": [11, 12, 13, -100]}, "bad_mask", "they look shifted by one"),
