@@ -197,9 +197,9 @@ def test_a_sealed_store_is_exported_without_its_view(tmp_path: Path) -> None:
         truth.built.view.unlink(row.index)
     assert write(truth, tmp_path / "x", "safetensors").done == 4
     assert read_manifest(tmp_path / "x")["left_out"] == {"not_committed": 1}
-    for row in range(4):
-        found = load_file(tmp_path / "x" / "rows_0-2000" / f"sample_{row}.safetensors")["hidden_states"]
-        assert np.array_equal(bits(found), truth.built.states[row])
+    for index in range(4):
+        found = load_file(tmp_path / "x" / "rows_0-2000" / f"sample_{index}.safetensors")["hidden_states"]
+        assert np.array_equal(bits(found), truth.built.states[index])
     assert write(truth, tmp_path / "x", "safetensors").kept == 4
 
 
