@@ -35,8 +35,8 @@ setup-sglang-old:
 setup-zarr:
 	scripts/setup_zarr.sh $(ZARR)
 
-setup-trainers:  ## an environment with the trainers whose loaders judge exports, .venvs/trainers
-	PYTHON=$(PYTHON) scripts/setup_trainers.sh $(TRAINERS)
+setup-trainers: setup  ## an environment with the trainers whose code judges exports, .venvs/trainers
+	scripts/setup_trainers.sh $(TRAINERS)
 
 setup-model: setup
 	$(BIN)/python scripts/prepare_demo_model.py build/smollm2

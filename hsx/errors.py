@@ -79,7 +79,7 @@ KINDS: Final[dict[str, str]] = {
     "units_unwritable": "a unit file, or what belongs to it, cannot be written",
     "export_refused": "the store cannot be exported so, or the folder holds something else",
     "export_unwritable": "the folder of an export is full or cannot be written",
-    "import_refused": "the folder is not what it is said to be, or the store to make is there already",
+    "import_refused": "the folder is not what it is said to be, or the store to make, or another import into it, is there",
     "import_incomplete": "samples of an import were not taken; the others are in the store",
     "usage": "a command was called with arguments that make no sense together",
 }

@@ -97,6 +97,8 @@ def _layers(text: str) -> tuple[int, ...]:
 def _ids(path: str) -> list[str]:
     """Ids, one a line, which ends with LF or CRLF; an empty line is none, and a byte order mark belongs to no id."""
     try:
+        if path == "-" and sys.stdin is None:
+            raise RunError("usage", "--ids - reads standard input, which is closed; expected ids, one a line")
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -116,6 +116,11 @@ class Journal:
                 self._db.close()
                 raise
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
     def __enter__(self) -> Self:
         return self
 

@@ -126,7 +126,7 @@ def test_orchestration_knows_ports_and_no_adapter() -> None:
 
 def test_only_app_and_the_commands_name_concrete_adapters() -> None:
     """`wiring` is a part of app; `prepare` and `index` open a job for it; the others are bodies of commands."""
-    bodies = {"show.py", "move.py", "repair.py", "rebuild.py", "census.py", "tidy.py", "seal.py", "importing.py"}
+    bodies = {"show.py", "move.py", "repair.py", "rebuild.py", "census.py", "tidy.py", "seal.py", "import_run.py"}
     allowed = {"app.py", "wiring.py", "prepare.py", "index.py", "__init__.py"} | bodies
     for path in sorted(HSX.glob("*.py")):
         if path.name not in allowed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,9 @@ from hsx.export.files import whole_file
 from hsx.export.manifest import read_manifest, read_rows
 from hsx.export.mapping import map_states
 from hsx.exporting import Request, export, plan
+from hsx.stores.group import open_store
 from hsx.stores.reader import Store
+from hsx.stores.seal import SealedArrays, write_seal
 from hsx.testing.exports import LENGTHS, WIDTH, Truth, exportable_store
 from hsx.testing.stores import RUN, payload, random_states
 
@@ -179,6 +183,24 @@ def test_a_missing_root_is_told_before_a_file_claims_its_samples(tmp_path: Path)
     command = ["export", str(truth.path), str(tmp_path / "x"), "--to", "specforge", "--root", f"b={tmp_path / 'elsewhere'}"]
     assert main(command) == 0
     assert len(list((tmp_path / "x").rglob("*.ckpt"))) == len(LENGTHS)
+
+
+def test_a_sealed_store_is_exported_without_its_view(tmp_path: Path) -> None:
+    """What is committed, and where, its own arrays say."""
+    truth = exportable_store(tmp_path / "store", "pre_norm", committed=4)
+    info = open_store(truth.path)
+    arrays = SealedArrays.empty(info)
+    for row in truth.built.rows:
+        arrays.put(row.index, row.root, row.crc32c)
+    write_seal(info, arrays, {"at": "now"})
+    for row in truth.built.rows:
+        truth.built.view.unlink(row.index)
+    assert write(truth, tmp_path / "x", "safetensors").done == 4
+    assert read_manifest(tmp_path / "x")["left_out"] == {"not_committed": 1}
+    for index in range(4):
+        found = load_file(tmp_path / "x" / "rows_0-2000" / f"sample_{index}.safetensors")["hidden_states"]
+        assert np.array_equal(bits(found), truth.built.states[index])
+    assert write(truth, tmp_path / "x", "safetensors").kept == 4
 
 
 def test_another_vocabulary_is_another_export(pre: Truth, tmp_path: Path) -> None:
@@ -340,3 +362,11 @@ def test_an_unfinished_list_line_of_half_a_character_is_no_row(pre: Truth, tmp_p
     for wrong in ({"id": 5}, {"id": "\ud800"}, {"row": "1"}, {"file": None}):
         path.write_text(json.dumps({**line, **wrong}) + "\n")
         refused(pre, tmp_path, "eagle", "line 1 is no row of an export")
+
+
+def test_ids_come_from_standard_input_too(pre: Truth, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hsx", "export", str(pre.path), str(tmp_path / "x"), "--to", "eagle", "--ids", "-"]
+    assert subprocess.run(command, input=b"sample-1\r\nsample-3", timeout=300).returncode == 0
+    assert [row.id for row in read_rows(tmp_path / "x" / "hsx-rows.jsonl")] == ["sample-1", "sample-3"]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=300)
+    assert (closed.returncode, "[usage] --ids - reads standard input, which is closed" in closed.stderr) == (2, True)
