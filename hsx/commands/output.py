@@ -37,15 +37,16 @@ def emit_json(document: object) -> None:
 
 
 class Ticker:
-    """A line of progress now and then, to standard error: every half second on a terminal, every half minute elsewhere."""
+    """A line of progress now and then, to standard error: every half second on a terminal, every half minute elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        every: seconds between two lines, instead.
+    """
+
+    def __init__(self, every: float | None = None) -> None:
         self._terminal = sys.stderr.isatty()
+        self._every = every if every is not None else 0.5 if self._terminal else 30.0
         self._next = time.monotonic() + self._every
-
-    @property
-    def _every(self) -> float:
-        return 0.5 if self._terminal else 30.0
 
     def say(self, line: Callable[[], str]) -> None:
         """Writes what `line` says, if it is time."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.cli import main
-from hsx.commands.output import emit, emit_json
+from hsx.commands.output import Ticker, emit, emit_json
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, locked
@@ -295,3 +295,10 @@ def test_quarantine_of_a_store_without_its_ledger(tmp_path: Path, screen: Screen
     (tmp_path / "store.zarr").mkdir()
     assert main(["quarantine", "list", job]) == ExitCode.RUN_ERROR
     assert "expected the ledger of a job that has been run" in screen.error()
+
+
+def test_progress_is_said_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """Off a terminal each is a line of its own; one that is not due is not even made."""
+    Ticker(0).say(lambda: "samples 1/2")
+    Ticker(3600).say(lambda: pytest.fail("was asked too early"))
+    assert capsys.readouterr().err == "samples 1/2\n"
