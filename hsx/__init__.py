@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def open(  # noqa: A001 - hsx.open mirrors zarr.open; the builtin is not used here
-    path: str | PathLike[str],
-    *,
-    roots: Mapping[str, str | PathLike[str]] | None = None,
-    check: bool = True,
-    helper: bool | None = None,
+    path: str | PathLike[str], *, roots: Mapping[str, str | PathLike[str]] | None = None, check: bool = True
 ) -> Store:
     """Opens a store for reading; see `hsx.stores.reader.Store`.
 
@@ -30,11 +26,10 @@ def open(  # noqa: A001 - hsx.open mirrors zarr.open; the builtin is not used he
         path: the store's folder.
         roots: where roots are mounted today, by name, if neither where the store says nor beside it.
         check: prove what is read by its checksums.
-        helper: a second thread helps with larger samples; None: where there is a core for it, but not in DataLoader workers.
 
     Raises:
         RunError: `store_invalid` where `path` is not an hsx store; `root_unusable` where `roots` names what is no root of it.
     """
     from hsx.stores.reader import Store
 
-    return Store(path, roots=roots, check=check, helper=helper)
+    return Store(path, roots=roots, check=check)

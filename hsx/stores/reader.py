@@ -20,7 +20,6 @@ from hsx.errors import RunError
 from hsx.stores.buffers import BufferPool
 from hsx.stores.checksum import ids_digest
 from hsx.stores.group import open_store, read_final_norm
-from hsx.stores.helper import worth_while
 from hsx.stores.metadata import HIDDEN_STATES
 from hsx.stores.places import Places
 from hsx.stores.reduced import decode
@@ -129,8 +128,6 @@ class Store:
         path: the group's folder.
         roots: where roots are mounted today, by name, if not where the store says and not beside it; see `Places`.
         check: prove every inner chunk that is read by its crc32c, and every shard to be its sample's by its own record.
-        helper: a second thread, one for the process, helps to read samples of several inner chunks. None: where there is a core
-            for it (`hsx.stores.helper.worth_while`), which is not in the worker of a DataLoader.
 
     Raises:
         RunError: `store_invalid` where `path` is not an hsx store or its token arrays cannot be read; `root_unusable` where
@@ -138,18 +135,12 @@ class Store:
     """
 
     def __init__(
-        self,
-        path: str | PathLike[str],
-        *,
-        roots: Mapping[str, str | PathLike[str]] | None = None,
-        check: bool = True,
-        helper: bool | None = None,
+        self, path: str | PathLike[str], *, roots: Mapping[str, str | PathLike[str]] | None = None, check: bool = True
     ) -> None:
         self._info = open_store(path)
         self._given = {name: os.fspath(given) for name, given in (roots or {}).items()}
         self._places = Places(self._info, self._given)
         self._check = check
-        self._helper = helper
         self._pool = BufferPool()
         self._table = TokenTable(self._info.path)
         if self._table.count != self._info.layout.samples:
@@ -159,7 +150,7 @@ class Store:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (str(self.path), self._given, self._check, self._helper))
+        return (_reopen, (str(self.path), self._given, self._check))
 
     @property
     def info(self) -> StoreInfo:
@@ -458,7 +449,6 @@ class Store:
             ids=lambda: ids_digest(self._table.input_ids(index)),
             kept=None if positions is None else lambda: digest(positions),
             cached=True,
-            helped=worth_while() if self._helper is None else self._helper,
         )
         if owner is not None and self._sealed is not None and self._info.layout.records and self._sealed.committed[index]:
             found, sealed = shard.record().crc32c, int(self._sealed.crc32c[index])
@@ -468,8 +458,8 @@ class Store:
         return shard
 
 
-def _reopen(path: str, roots: dict[str, str], check: bool, helper: bool | None) -> Store:
-    return Store(path, roots=roots, check=check, helper=helper)
+def _reopen(path: str, roots: dict[str, str], check: bool) -> Store:
+    return Store(path, roots=roots, check=check)
 
 
 def _columns(

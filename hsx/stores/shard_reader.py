@@ -20,7 +20,6 @@ from hsx.errors import RunError
 from hsx.stores.checksum import crc32c, crc32c_bytes
 from hsx.stores.codec import make_codec
 from hsx.stores.direct_file import DirectFile
-from hsx.stores.helper import for_each
 from hsx.stores.page_cache import SMALL, WORTH_WHILE, CachedFile, is_missing
 from hsx.stores.scratch import extend_with_fill
 
@@ -54,24 +53,6 @@ class ShardError(RunError):
         self.problem: Problem = problem
 
 
-class _Desk:
-    """What one thread needs besides the result: memory that nobody is given."""
-
-    def __init__(self) -> None:
-        self.crc = np.empty(CRC_BYTES, np.uint8)
-        self._memory = np.empty(0, np.uint8)
-
-    def recorded(self) -> int:
-        """The checksum in `crc`."""
-        return int(self.crc.view("<u4")[0])
-
-    def memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """At least `nbytes`, of any content; valid until the next call."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory
-
-
 class ShardFile:
     """One open shard; a context manager. One thread at a time.
 
@@ -91,7 +72,6 @@ class ShardFile:
         cached: read through the page cache's own memory, which is faster where the shard is there already; otherwise with
             `preadv`. The fill behind the last row is then not read where the checksum is that of the rows and of fill: it
             proves the rows, and says nothing of fill that changed on the disk.
-        helped: a second thread (`hsx.stores.helper`) reads and proves some of the inner chunks, where there are several.
 
     Raises:
         ShardError: the file is missing or unreadable, its index is wrong, or it is somebody else's.
@@ -108,7 +88,6 @@ class ShardFile:
         ids: Callable[[], str] | None = None,
         kept: Callable[[], str] | None = None,
         cached: bool = False,
-        helped: bool = False,
     ) -> None:
         if tokens is not None:
             layout.check_tokens(tokens)
@@ -121,8 +100,8 @@ class ShardFile:
         self._tokens = tokens or 0
         self._check = check
         self._skips_fill = self._bringing = cached
-        self._helped = helped
-        self._desks = (_Desk(), _Desk())  # the caller's and the helper's
+        self._scratch = np.empty(0, np.uint8)
+        self._crc = np.empty(CRC_BYTES, np.uint8)
         self._cached: CachedFile | None = None
         self._direct: DirectFile | None = None
         try:
@@ -226,8 +205,8 @@ class ShardFile:
                 return recorded
         recorded = []
         for place, rows in zip(places, chunks, strict=True):
-            self._fill([rows, self._desks[0].crc], place)
-            recorded.append(self._desks[0].recorded())
+            self._fill([rows, self._crc], place)
+            recorded.append(self._recorded())
         return recorded
 
     def prove(self, chunk: int, crc: int, recorded: int) -> None:
@@ -268,29 +247,21 @@ class ShardFile:
         elif out.shape != shape or out.dtype != np.uint16 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected C-contiguous uint16 {shape}")
         flat = out.reshape(-1).view(np.uint8)
-        chunks = range(start // layout.chunk_tokens, layout.chunks(stop) if stop > start else 0)
-        crcs = [0] * len(chunks)
-
-        def read_chunk(chunk: int, helping: bool = False) -> None:
+        crcs = []
+        for chunk in range(start // layout.chunk_tokens, layout.chunks(stop) if stop > start else 0):
             first = chunk * layout.chunk_tokens
             low, high = max(start - first, 0), min(stop - first, layout.chunk_tokens)
             at = (first + low - start) * layout.token_bytes
             rows = flat[at : at + (high - low) * layout.token_bytes]
-            crcs[chunk - chunks[0]] = self._read_chunk(chunk, low, high, rows, self._desks[helping], summed=summed)
-
-        if self._helped and len(chunks) > 1:
-            for_each(chunks, read_chunk)
-        else:
-            for chunk in chunks:
-                read_chunk(chunk)
+            crcs.append(self._read_chunk(chunk, low, high, rows, summed=summed))
         if self._check and stop == self._tokens > start and bool((out[-1] == layout.fill_bits).all()):
             raise self._row_is_fill(stop - 1)
         return out, crcs
 
-    def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], desk: _Desk, *, summed: bool) -> int:
+    def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], *, summed: bool) -> int:
         """Reads rows `low` to `high` of an inner chunk into `rows`; returns their crc32c, at least where `summed`."""
         if self._codec is not None:
-            return self._read_compressed(self._codec, chunk, low, high, rows, desk, summed=summed)
+            return self._read_compressed(self._codec, chunk, low, high, rows, summed=summed)
         layout = self._layout
         offset = int(self._entries[chunk, 0])
         before, after = low * layout.token_bytes, (layout.chunk_tokens - high) * layout.token_bytes
@@ -301,41 +272,39 @@ class ShardFile:
         if (
             self._skips_fill
             and high == first_fill < layout.chunk_tokens
-            and (found := self._rows_before_fill(chunk, before, after, rows, desk)) is not None
+            and (found := self._rows_before_fill(chunk, before, after, rows)) is not None
         ):
             return found
-        scratch = desk.memory(before + after)
+        scratch = self._memory(before + after)
         head, tail = scratch[:before], scratch[before : before + after]
-        self._fill([part for part in (head, rows, tail, desk.crc) if part.size], offset)
+        self._fill([part for part in (head, rows, tail, self._crc) if part.size], offset)
         crc = crc32c(rows, crc32c(head))
-        self.prove(chunk, crc32c(tail, crc), desk.recorded())
+        self.prove(chunk, crc32c(tail, crc), self._recorded())
         self._check_padding(chunk, high, tail)
         return crc
 
-    def _rows_before_fill(self, chunk: int, before: int, after: int, rows: NDArray[np.uint8], desk: _Desk) -> int | None:
+    def _rows_before_fill(self, chunk: int, before: int, after: int, rows: NDArray[np.uint8]) -> int | None:
         """Reads the rows of the last chunk, and proves them without reading the fill behind them.
 
         Returns the crc32c of the chunk up to there; None where the recorded one is not that with fill, for whatever reason.
         """
-        head = desk.memory(before)[:before]
+        head = self._memory(before)[:before]
         offset = int(self._entries[chunk, 0])
         self._fill([part for part in (head, rows) if part.size], offset)
-        self._fill([desk.crc], offset + self._layout.chunk_bytes)
+        self._fill([self._crc], offset + self._layout.chunk_bytes)
         crc = crc32c(rows, crc32c(head))
-        return crc if extend_with_fill(crc, after, self._layout.fill_bits) == desk.recorded() else None
+        return crc if extend_with_fill(crc, after, self._layout.fill_bits) == self._recorded() else None
 
-    def _read_compressed(
-        self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], desk: _Desk, *, summed: bool
-    ) -> int:
+    def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], *, summed: bool) -> int:
         layout = self._layout
         whole = high - low == layout.chunk_tokens
         nbytes = int(self._entries[chunk, 1]) - CRC_BYTES
-        scratch = desk.memory(nbytes + (0 if whole else layout.chunk_bytes))
+        scratch = self._memory(nbytes + (0 if whole else layout.chunk_bytes))
         encoded = scratch[:nbytes]
         decoded = rows if whole else scratch[nbytes : nbytes + layout.chunk_bytes]
-        self._fill([encoded, desk.crc], int(self._entries[chunk, 0]))
+        self._fill([encoded, self._crc], int(self._entries[chunk, 0]))
         if self._check:
-            self.prove(chunk, crc32c(encoded), desk.recorded())
+            self.prove(chunk, crc32c(encoded), self._recorded())
         try:
             codec.decode(encoded, decoded)
         except (ValueError, RuntimeError) as error:
@@ -353,6 +322,14 @@ class ShardFile:
         padding = tail[(used - high) * layout.token_bytes :]
         if used < layout.chunk_tokens and not bool((padding.view(np.uint16) == layout.fill_bits).all()):
             raise self._error("tokens", f"there is data after row {self._tokens - 1}; expected {self._tokens} tokens")
+
+    def _recorded(self) -> int:
+        return int(self._crc.view("<u4")[0])
+
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch
 
     def _read_tail(self, *, by_record: bool) -> NDArray[np.uint64]:
         """Reads the tail, proves index and owner, and returns the entries of the sample's inner chunks."""
