@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from hsx.core.spec import BF16_BYTES
@@ -59,9 +60,9 @@ def index_of_key(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreLayout:
-    """The shape of a store's `hidden_states`.
+    """The shape of a store's `hidden_states`. What follows from it is computed once: reading a small sample asks thirty times.
 
     Attributes:
         samples: number of samples, the array's first dimension.
@@ -102,7 +103,7 @@ class StoreLayout:
         if self.reduced and not self.records:
             raise ValueError("shards without records hold all tokens as bf16")
 
-    @property
+    @cached_property
     def selects(self) -> bool:
         """Whether not every token has a row."""
         return self.kept != "all"
@@ -112,17 +113,17 @@ class StoreLayout:
         """Whether less is stored than was captured: a selection of tokens, or fewer bits."""
         return self.selects or self.dtype != "bf16"
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one state of one token: H bf16 values; or H fp8 values and then their scale, a float32."""
         return self.hidden_size * BF16_BYTES if self.dtype == "bf16" else self.hidden_size + SCALE_BYTES
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """The same in 16-bit words, in which shards are read and written."""
         return self.row_bytes // 2
 
-    @property
+    @cached_property
     def fill_bits(self) -> int:
         """16 bits of the fill value."""
         return NAN_BITS if self.dtype == "bf16" else FP8_NAN_BITS
@@ -147,27 +148,27 @@ class StoreLayout:
         """Shape of an inner chunk: [1, chunk_tokens, L, width]."""
         return (1, self.chunk_tokens, self.states, self.width)
 
-    @property
+    @cached_property
     def shard_chunks(self) -> int:
         """Inner chunks of a shard, and entries of its index."""
         return self.shard_shape[1] // self.chunk_tokens
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Payload bytes of one token."""
         return self.states * self.row_bytes
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Payload bytes of an inner chunk, uncompressed and without its crc32c."""
         return self.chunk_tokens * self.token_bytes
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes from the beginning of one inner chunk to that of the next; with a codec, the most that it can be."""
         return round_up(self.encoded_bytes + CRC_BYTES, PAGE)
 
-    @property
+    @cached_property
     def encoded_bytes(self) -> int:
         """The most bytes that an inner chunk can take as it is stored, without its crc32c.
 
@@ -180,18 +181,18 @@ class StoreLayout:
             return size + (size >> 8) + (max((1 << 17) - size, 0) >> 11) + 64
         return size
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         """Bytes of the index with its crc32c; they are the last of the file."""
         return self.shard_chunks * ENTRY_BYTES + CRC_BYTES
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of the record, with the zeros that fill it up; 0 where shards have none."""
         size = _RECORD_BYTES + 6 * self.states + (_REDUCED_BYTES if self.reduced else 0)
         return round_up(size, 512) if self.records else 0
 
-    @property
+    @cached_property
     def tail_bytes(self) -> int:
         """Bytes of what follows the blocks: record, zeros, index. It begins on a page and ends with the file."""
         return round_up(self.record_bytes + self.index_bytes, PAGE)

@@ -22,6 +22,7 @@ _HEAD: Final = len(MAGIC) + 4
 _CRC: Final = 4
 _DEFAULTS: Final[dict[str, Any]] = {"rows": 0, "kept": "", "dtype": "bf16"}
 """Left out: records of stores that keep everything are as they were before there was anything else."""
+_OPTIONAL: Final = tuple(name.encode() for name in _DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,23 @@ def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -
     if len(whole) > nbytes:
         raise ValueError(f"the record of sample {record.index} has {len(whole)} bytes; expected at most {nbytes}")
     return whole.ljust(nbytes, b"\0")
+
+
+def is_plainly_of(data: bytes, store: str, index: int, checksum: Callable[[bytes], int]) -> bool:
+    """Whether `data` is plainly a sound record of that sample, all of whose tokens are stored as bf16.
+
+    Tells the ordinary case, as `encode` writes it, by its first bytes and its checksum, far quicker than `decode`. False means
+    nothing: `decode` tells.
+    """
+    end = _HEAD + int.from_bytes(data[len(MAGIC) : _HEAD], "little")
+    begin = b'{"store":"%b","index":%d,"marker":' % (store.encode(), index)
+    return (
+        data.startswith(MAGIC)
+        and data.startswith(begin, _HEAD)
+        and end + _CRC <= len(data)
+        and not any(b'"%b":' % name in data for name in _OPTIONAL)
+        and checksum(data[:end]) == int.from_bytes(data[end : end + _CRC], "little")
+    )
 
 
 def decode(data: bytes, checksum: Callable[[bytes], int]) -> ShardRecord:

@@ -6,6 +6,7 @@ page by page by the kernel, which can take longer than reading the sample.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 KEPT_BYTES: Final = 512 << 20
 """At most so much memory is kept, used or not."""
-SMALL: Final = 1 << 20
+KEPT_BUFFERS: Final = 64
+"""At most so many pieces: whoever asks for memory looks at each of them where none is free."""
+SMALL: Final = 1 << 16
 """Smaller pieces come from the C library, which does the same for them."""
 _WASTE: Final = 4  # so many times the memory that it needs an array may hold
 _UNUSED: Final = 2  # references to a buffer that is in no array: the local name, and getrefcount's own argument
@@ -40,20 +43,23 @@ class BufferPool:
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint16]:
         """An array of `shape` with any content, C-contiguous and uint16."""
-        nbytes = 2 * int(np.prod(shape))
+        nbytes = 2 * math.prod(shape)
         if nbytes < SMALL:
             return np.empty(shape, np.uint16)
         buffer = self._take(nbytes + PAGE, _WASTE * nbytes)
         if buffer is None:
             buffer = np.empty(_size_class(nbytes + PAGE), np.uint8)
-            while self._kept() + buffer.size > self._kept_bytes and self._take(0, self._kept_bytes) is not None:
+            while not self._has_room(buffer.size) and self._take(0, self._kept_bytes) is not None:
                 pass  # free ones that fitted nothing lately make room
         # numpy's large arrays begin 16 bytes behind a page, and the kernel copies to pages in a third of the time.
-        start = -buffer.ctypes.data % PAGE
+        start = -buffer.__array_interface__["data"][0] % PAGE
         made = buffer[start : start + nbytes].view(np.uint16).reshape(shape)
-        if self._kept() + buffer.size <= self._kept_bytes:
+        if self._has_room(buffer.size):
             self._buffers.append(buffer)
         return made
+
+    def _has_room(self, nbytes: int) -> bool:
+        return len(self._buffers) < KEPT_BUFFERS and self._kept() + nbytes <= self._kept_bytes
 
     def _kept(self) -> int:
         return sum(buffer.size for buffer in list(self._buffers))

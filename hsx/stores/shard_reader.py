@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy as np
 
 from hsx.core.crc import combine
-from hsx.core.layout import CRC_BYTES, MISSING, StoreLayout
-from hsx.core.shard_record import decode
+from hsx.core.layout import CRC_BYTES, ENTRY_BYTES, MISSING, StoreLayout
+from hsx.core.shard_record import decode, is_plainly_of
 from hsx.errors import RunError
 from hsx.stores.checksum import crc32c, crc32c_bytes
 from hsx.stores.codec import make_codec
 from hsx.stores.direct_file import DirectFile
-from hsx.stores.page_cache import WORTH_WHILE, CachedFile
+from hsx.stores.page_cache import SMALL, WORTH_WHILE, CachedFile, is_missing
 from hsx.stores.scratch import extend_with_fill
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hsx.stores.codec import Codec
 
 Problem = Literal["missing", "unreadable", "truncated", "index", "record", "chunk", "tokens"]
+_MISSING: Final = np.uint64(MISSING)
 PROBLEMS: Final[dict[Problem, str]] = {
     "missing": "the file does not exist",
     "unreadable": "the disk or its permissions do not let it be read",
@@ -98,7 +99,7 @@ class ShardFile:
         self._layout = layout
         self._tokens = tokens or 0
         self._check = check
-        self._skips_fill = cached
+        self._skips_fill = self._bringing = cached
         self._scratch = np.empty(0, np.uint8)
         self._crc = np.empty(CRC_BYTES, np.uint8)
         self._cached: CachedFile | None = None
@@ -147,14 +148,16 @@ class ShardFile:
 
     def record(self) -> ShardRecord:
         """What the shard says of itself. Raises ShardError `record` where it has no sound record."""
-        layout = self._layout
-        place = len(self._tail) - layout.tail_bytes
-        if not layout.records or place < 0:
-            raise self._error("record", "has no record")
         try:
-            return decode(self._tail[place : place + layout.record_bytes].tobytes(), crc32c_bytes)
+            return decode(self._record_bytes(), crc32c_bytes)
         except ValueError as error:
             raise self._error("record", f"has no sound record: it {error}") from error
+
+    def _record_bytes(self) -> bytes:
+        place = len(self._tail) - self._layout.tail_bytes
+        if not self._layout.records or place < 0:
+            raise self._error("record", "has no record")
+        return self._tail[place : place + self._layout.record_bytes].tobytes()
 
     def read(self, start: int = 0, stop: int | None = None, out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
         """The rows from `start` up to `stop` (default: all), as they are stored: uint16 [stop - start, L, row_words].
@@ -163,11 +166,18 @@ class ShardFile:
         Only the inner chunks of these rows are read. `out`, if given, is C-contiguous uint16 of that shape and is filled and
         returned. Raises ShardError.
         """
-        return self._read(start, self._tokens if stop is None else stop, out)[0]
+        out, _ = self._read(start, self._tokens if stop is None else stop, out, summed=False)
+        return out
 
     def read_all(self, out: NDArray[np.uint16] | None = None) -> tuple[NDArray[np.uint16], int]:
         """All tokens, as `read`, and the crc32c of the payload, as in the writer's receipt; 0 without `check`."""
-        return self._read(0, self._tokens, out)
+        out, crcs = self._read(0, self._tokens, out, summed=self._check)
+        layout = self._layout
+        payload = crcs[0]
+        for chunk in range(1, len(crcs)):
+            rows = min(layout.chunk_tokens, self._tokens - chunk * layout.chunk_tokens)
+            payload = combine(payload, crcs[chunk], rows * layout.token_bytes)
+        return out, payload
 
     def read_unproved(self, start: int, out: NDArray[np.uint16], *, direct: bool = False) -> list[int]:
         """Reads whole inner chunks from token `start` on, for a caller who takes the checksums of what it looks at anyhow.
@@ -196,7 +206,7 @@ class ShardFile:
         recorded = []
         for place, rows in zip(places, chunks, strict=True):
             self._fill([rows, self._crc], place)
-            recorded.append(int(self._crc.view("<u4")[0]))
+            recorded.append(self._recorded())
         return recorded
 
     def prove(self, chunk: int, crc: int, recorded: int) -> None:
@@ -224,7 +234,10 @@ class ShardFile:
     def _row_is_fill(self, row: int) -> ShardError:
         return self._error("tokens", f"row {row} is fill; expected {self._tokens} tokens")
 
-    def _read(self, start: int, stop: int, out: NDArray[np.uint16] | None) -> tuple[NDArray[np.uint16], int]:
+    def _read(
+        self, start: int, stop: int, out: NDArray[np.uint16] | None, *, summed: bool
+    ) -> tuple[NDArray[np.uint16], list[int]]:
+        """As `read`; with `summed`, the crc32c of the rows of each inner chunk, too, of a whole sample."""
         layout = self._layout
         if not 0 <= start <= stop <= self._tokens:
             raise ValueError(f"tokens {start} to {stop} are asked for; the sample has {self._tokens}")
@@ -234,21 +247,21 @@ class ShardFile:
         elif out.shape != shape or out.dtype != np.uint16 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected C-contiguous uint16 {shape}")
         flat = out.reshape(-1).view(np.uint8)
-        self._whole = (start, stop) == (0, self._tokens)
-        payload = 0
+        crcs = []
         for chunk in range(start // layout.chunk_tokens, layout.chunks(stop) if stop > start else 0):
             first = chunk * layout.chunk_tokens
             low, high = max(start - first, 0), min(stop - first, layout.chunk_tokens)
             at = (first + low - start) * layout.token_bytes
-            payload = self._read_chunk(chunk, low, high, flat[at : at + (high - low) * layout.token_bytes], payload)
+            rows = flat[at : at + (high - low) * layout.token_bytes]
+            crcs.append(self._read_chunk(chunk, low, high, rows, summed=summed))
         if self._check and stop == self._tokens > start and bool((out[-1] == layout.fill_bits).all()):
             raise self._row_is_fill(stop - 1)
-        return out, payload
+        return out, crcs
 
-    def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
-        """Reads rows `low` to `high` of an inner chunk into `rows`; returns `payload` continued with the chunk's real rows."""
+    def _read_chunk(self, chunk: int, low: int, high: int, rows: NDArray[np.uint8], *, summed: bool) -> int:
+        """Reads rows `low` to `high` of an inner chunk into `rows`; returns their crc32c, at least where `summed`."""
         if self._codec is not None:
-            return self._read_compressed(self._codec, chunk, low, high, rows, payload)
+            return self._read_compressed(self._codec, chunk, low, high, rows, summed=summed)
         layout = self._layout
         offset = int(self._entries[chunk, 0])
         before, after = low * layout.token_bytes, (layout.chunk_tokens - high) * layout.token_bytes
@@ -261,17 +274,14 @@ class ShardFile:
             and high == first_fill < layout.chunk_tokens
             and (found := self._rows_before_fill(chunk, before, after, rows)) is not None
         ):
-            return combine(payload, found, rows.size) if self._whole else 0
+            return found
         scratch = self._memory(before + after)
         head, tail = scratch[:before], scratch[before : before + after]
         self._fill([part for part in (head, rows, tail, self._crc) if part.size], offset)
-        crc_rows = crc32c(rows, crc32c(head))
-        crc = crc32c(tail, crc_rows)
-        self._compare(chunk, crc)
+        crc = crc32c(rows, crc32c(head))
+        self.prove(chunk, crc32c(tail, crc), self._recorded())
         self._check_padding(chunk, high, tail)
-        if not self._whole:
-            return 0
-        return combine(payload, crc, rows.size) if not after else combine(payload, crc_rows, rows.size)
+        return crc
 
     def _rows_before_fill(self, chunk: int, before: int, after: int, rows: NDArray[np.uint8]) -> int | None:
         """Reads the rows of the last chunk, and proves them without reading the fill behind them.
@@ -283,9 +293,9 @@ class ShardFile:
         self._fill([part for part in (head, rows) if part.size], offset)
         self._fill([self._crc], offset + self._layout.chunk_bytes)
         crc = crc32c(rows, crc32c(head))
-        return crc if extend_with_fill(crc, after, self._layout.fill_bits) == int(self._crc.view("<u4")[0]) else None
+        return crc if extend_with_fill(crc, after, self._layout.fill_bits) == self._recorded() else None
 
-    def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], payload: int) -> int:
+    def _read_compressed(self, codec: Codec, chunk: int, low: int, high: int, rows: NDArray[np.uint8], *, summed: bool) -> int:
         layout = self._layout
         whole = high - low == layout.chunk_tokens
         nbytes = int(self._entries[chunk, 1]) - CRC_BYTES
@@ -294,20 +304,16 @@ class ShardFile:
         decoded = rows if whole else scratch[nbytes : nbytes + layout.chunk_bytes]
         self._fill([encoded, self._crc], int(self._entries[chunk, 0]))
         if self._check:
-            self._compare(chunk, crc32c(encoded))
+            self.prove(chunk, crc32c(encoded), self._recorded())
         try:
             codec.decode(encoded, decoded)
         except (ValueError, RuntimeError) as error:
             raise self._error("chunk", f"chunk {chunk} cannot be decompressed: {error}") from error
         if not whole:
             rows[:] = decoded[low * layout.token_bytes : high * layout.token_bytes]
-        if not self._check:
-            return 0
-        self._check_padding(chunk, high, decoded[high * layout.token_bytes :])
-        return crc32c(rows, payload) if self._whole else 0
-
-    def _compare(self, chunk: int, crc: int) -> None:
-        self.prove(chunk, crc, int(self._crc.view("<u4")[0]))
+        if self._check:
+            self._check_padding(chunk, high, decoded[high * layout.token_bytes :])
+        return crc32c(rows) if summed else 0
 
     def _check_padding(self, chunk: int, high: int, tail: NDArray[np.uint8]) -> None:
         """Checks the fill in `tail`, what follows row `high` of a chunk."""
@@ -316,6 +322,9 @@ class ShardFile:
         padding = tail[(used - high) * layout.token_bytes :]
         if used < layout.chunk_tokens and not bool((padding.view(np.uint16) == layout.fill_bits).all()):
             raise self._error("tokens", f"there is data after row {self._tokens - 1}; expected {self._tokens} tokens")
+
+    def _recorded(self) -> int:
+        return int(self._crc.view("<u4")[0])
 
     def _memory(self, nbytes: int) -> NDArray[np.uint8]:
         if self._scratch.size < nbytes:
@@ -344,12 +353,12 @@ class ShardFile:
             self._tokens = self.record().stored_rows
             if not 1 <= self._tokens <= layout.max_tokens:
                 raise self._error("record", f"says that it has {self._tokens} rows; expected 1 to {layout.max_tokens}")
-        entries = np.frombuffer(raw[:-CRC_BYTES].tobytes(), "<u8").reshape(-1, 2)
+        entries = raw[:-CRC_BYTES].tobytes()
         wanted = layout.chunks(self._tokens)
-        present = int((entries != np.uint64(MISSING)).all(axis=1).sum())
-        if present != wanted or bool((entries[wanted:] != np.uint64(MISSING)).any()):
+        used = np.frombuffer(entries, "<u8", count=2 * wanted).reshape(-1, 2)
+        if bool((used == _MISSING).any()) or entries[ENTRY_BYTES * wanted :].strip(b"\xff"):
+            present = int((np.frombuffer(entries, "<u8").reshape(-1, 2) != _MISSING).all(axis=1).sum())
             raise self._error("tokens", f"has {present} inner chunks; expected {wanted} for {self._tokens} tokens")
-        used = entries[:wanted]
         offsets, sizes = used[:, 0], used[:, 1]
         most = layout.encoded_bytes + CRC_BYTES
         least = most if self._codec is None else CRC_BYTES + 1
@@ -359,6 +368,8 @@ class ShardFile:
         return used
 
     def _prove_owner(self, store: str, index: int) -> None:
+        if not self._layout.reduced and is_plainly_of(self._record_bytes(), store, index, crc32c_bytes):
+            return
         record = self.record()
         same = record.store == store and self._ids is not None and record.index != index and record.ids == self._ids()
         if (record.store, record.index) != (store, index) and not same:
@@ -377,6 +388,8 @@ class ShardFile:
         if self._cached is not None and self._cached.fill(buffers, offset):
             return
         views = [buffer.data for buffer in buffers]
+        if self._bringing and (nbytes := sum(map(len, views))) >= SMALL:
+            self._bring(offset, nbytes)
         while views:
             try:
                 got = os.preadv(self._fd, views, offset)
@@ -389,6 +402,13 @@ class ShardFile:
                 got -= len(views.pop(0))
             if got:
                 views[0] = views[0][got:]
+
+    def _bring(self, offset: int, nbytes: int) -> None:
+        """Has what lies at `offset` read into the page cache in large pages, unless it is there already."""
+        self._bringing = is_missing(self._fd, offset)  # what is there is, as a rule, there to its end
+        if self._bringing:
+            with suppress(OSError), closing(CachedFile(self._fd, self._size)) as file:
+                file.bring(offset, nbytes)
 
     def _error(self, problem: Problem, message: str) -> ShardError:
         return ShardError(problem, self._path, message)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hsx.core.layout import PAGE
-from hsx.stores.buffers import SMALL, BufferPool
+from hsx.stores.buffers import KEPT_BUFFERS, SMALL, BufferPool
 
 ROWS = SMALL  # of one uint16: twice what is small
 
@@ -52,6 +52,15 @@ def test_what_is_kept_is_bounded() -> None:
     assert 4 * SMALL < pool._kept() <= 6 * SMALL
     assert len(pool._buffers) == 1
     assert large.size == 2 * ROWS
+
+
+def test_the_number_of_pieces_is_bounded() -> None:
+    pool = BufferPool()
+    held = [pool.empty((ROWS, 1)) for _ in range(KEPT_BUFFERS + 9)]
+    assert len(pool._buffers) == KEPT_BUFFERS
+    del held
+    assert pool.empty((9 * ROWS, 1)).size == 9 * ROWS  # takes the place of one that is free
+    assert len(pool._buffers) == KEPT_BUFFERS
 
 
 def test_small_arrays_do_not_take_large_memory() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import hsx
 from hsx.errors import RunError
-from hsx.stores.page_cache import WORTH_WHILE, CachedFile
+from hsx.stores.page_cache import WORTH_WHILE, CachedFile, is_missing
 from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.testing.stores import BuiltStore, build_store, random_bits
 
@@ -57,6 +57,40 @@ def test_a_file_that_is_cut_off_is_no_end_of_the_process(content: np.typing.NDAr
     os.truncate(tmp_path / "data", 4096)
     assert not file.fill([np.empty(100, np.uint8)], 4096)
     file.close()
+
+
+def drop(path: Path) -> bool:
+    """Has a file thrown out of the page cache; False where it stays there, as on a tmpfs, or the kernel does not tell."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return is_missing(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def test_what_is_brought_is_in_the_cache(content: np.typing.NDArray[np.uint8], tmp_path: Path) -> None:
+    if not drop(tmp_path / "data"):
+        pytest.skip("files stay in the cache here, or the kernel does not tell")
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    file = opened(tmp_path / "data")
+    assert not file.bring(0, len(content) + 1)
+    assert is_missing(fd, 0)
+    assert file.bring(5, len(content) - 5)
+    assert not is_missing(fd, 0)
+    assert not is_missing(fd, len(content) - 1)
+    file.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("tokens", [60, 200])
+def test_samples_that_are_not_in_the_cache_are_the_same(tmp_path: Path, tokens: int) -> None:
+    built = build_store(tmp_path, [random_bits(np.random.default_rng(0), tokens, 3, 2000)], roots=["a"])
+    assert built.shard(0).stat().st_size < WORTH_WHILE
+    for start, stop in ((0, tokens), (7, tokens - 3)):
+        drop(built.shard(0))
+        assert np.array_equal(hsx.open(built.info.path).hidden_states_numpy(0, start, stop), built.states[0][start:stop])
 
 
 def build(folder: Path) -> BuiltStore:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hsx
 from hsx.core.layout import PAGE, StoreLayout, shard_key
-from hsx.core.shard_record import MAGIC, ShardRecord, decode, encode
+from hsx.core.shard_record import MAGIC, ShardRecord, decode, encode, is_plainly_of
 from hsx.stores.checksum import crc32c_bytes, ids_digest
 from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.testing.stores import EPOCH, BuiltStore, build_store, random_states
@@ -48,6 +48,23 @@ def test_any_record_fits_its_place_and_comes_back(index: int, tokens: int, layer
     data = encode(record, layout_of(len(layers) + 1).record_bytes, crc32c_bytes)
     assert len(data) % 512 == 0
     assert decode(data, crc32c_bytes) == record
+    assert is_plainly_of(data, EPOCH, index, crc32c_bytes)
+    assert not is_plainly_of(data, EPOCH, index + 1, crc32c_bytes)
+    assert not is_plainly_of(data, EPOCH, index // 10, crc32c_bytes) or index < 1
+
+
+@pytest.mark.parametrize("change", [{"store": "x"}, {"rows": 3}, {"kept": "0"}, {"dtype": "fp8_e4m3"}])
+def test_only_the_ordinary_record_is_plain(built: BuiltStore, change: dict[str, str | int]) -> None:
+    record = read_record(built.shard(1), built.info.layout)
+    data = encode(replace(record, **change), 1024, crc32c_bytes)  # type: ignore[arg-type]
+    assert not is_plainly_of(data, record.store, 1, crc32c_bytes)
+    data = encode(record, 1024, crc32c_bytes)
+    assert is_plainly_of(data, record.store, 1, crc32c_bytes)
+    for at in (0, 9, 20, 99, data.index(b"}")):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x10
+        assert not is_plainly_of(bytes(damaged), record.store, 1, crc32c_bytes)
+    assert not is_plainly_of(data[:100], record.store, 1, crc32c_bytes)
 
 
 def test_shard_says_whose_states_it_holds(built: BuiltStore) -> None:
