@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHAPE = ModelShape(hidden_size=8, layers=4, vocab_size=1000, context_length=24)
-ODD = [
+ODD: list[dict[str, Any]] = [
     {"id": None, "input_ids": [1]},
     {"id": "", "input_ids": [1]},
     {"id": "é" * 600, "input_ids": [1]},
@@ -58,8 +58,8 @@ def drawn_rows() -> list[dict[str, Any]]:
         forms: dict[str, Any] = {"loss_mask": mask, "labels": labels, "prompt_length": prompt}
         row |= {name: value for name, value in forms.items() if random_.random() < 0.4}
         rows.append(row)
-    for number, row in enumerate(ODD):
-        rows.insert(random_.randrange(5, len(rows)), {"n": number, **row})
+    for number, odd in enumerate(ODD):
+        rows.insert(random_.randrange(5, len(rows)), {"n": number, **odd})
     return rows
 
 
@@ -93,6 +93,10 @@ def test_table_gives_what_its_rows_give_line_by_line(tmp_path: Path, form: str, 
     expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl"), SHAPE)]
     assert [told(row) for row in open_dataset(dataset_config(path), SHAPE)] == expected
     assert sum(len(row) == 3 for row in expected) == len(ODD)
+    cut = {"too_long": "left", "max_tokens": 8}
+    expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl", **cut), SHAPE)]
+    assert [told(row) for row in open_dataset(dataset_config(path, **cut), SHAPE)] == expected
+    assert sum(row[-1] == 8 for row in expected) > 0
 
 
 def fields(**columns: Any) -> list[TableFields]:
