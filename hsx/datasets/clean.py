@@ -51,8 +51,7 @@ class CleanRows:
             (names.labels, self._take_labels),
             (names.prompt_length, self._take_prompts),
         ):
-            if name in batch.index:
-                there = batch.valid(name)
+            if (there := batch.valid(name)).any():
                 given += there
                 take(batch, name, there & self._clean)
         self._clean &= given < 2

@@ -93,6 +93,10 @@ def test_table_gives_what_its_rows_give_line_by_line(tmp_path: Path, form: str, 
     expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl"), SHAPE)]
     assert [told(row) for row in open_dataset(dataset_config(path), SHAPE)] == expected
     assert sum(len(row) == 3 for row in expected) == len(ODD)
+    cut: dict[str, Any] = {"too_long": "left", "max_tokens": 8}
+    expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl", **cut), SHAPE)]
+    assert [told(row) for row in open_dataset(dataset_config(path, **cut), SHAPE)] == expected
+    assert sum(row[-1] == 8 for row in expected) > 0
 
 
 def fields(**columns: Any) -> list[TableFields]:

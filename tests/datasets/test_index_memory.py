@@ -27,5 +27,5 @@ def test_memory_follows_neither_rows_nor_form(tmp_path: Path) -> None:
         assert (small[form]["index"]["rows"], large[form]["index"]["rows"]) == (5_000, 400_000)
         assert large[form]["index"]["tokens"] == 8.5 * 400_000
         assert large[form]["peak_rss_mb"] < 500
-        # Strings of as many ids and their set would take 50 MB more; buffers and SQLite's cache take about 60.
+        # Strings of as many ids and their set would take 50 MB more; buffers and SQLite's cache take about as much.
         assert large[form]["peak_rss_mb"] - small[form]["peak_rss_mb"] < 80
