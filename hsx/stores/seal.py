@@ -289,4 +289,5 @@ def _read_vector(folder: Path, dtype: np.dtype[Any], length: int) -> NDArray[Any
             parts.append(np.frombuffer(raw[:-CRC_BYTES], dtype))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError("store_invalid", f"{folder} cannot be read: {type(error).__name__}: {error}") from error
-    return np.concatenate(parts)[:length]
+    whole: NDArray[Any] = np.concatenate(parts)
+    return whole[:length]
