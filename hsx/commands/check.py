@@ -48,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
         emit_json({"ok": ok, "findings": found, "dataset": asdict(seen) if seen else None, "config": config})
     else:
         emit(to_toml(config).rstrip("\n"))
-        told = [*(seen.lines() if seen else ()), *findings]
+        told = [*(printable(line, keep="") for line in (seen.lines() if seen else ())), *map(str, findings)]
         sys.stderr.write("".join(printable(f"{args.job}: {line}\n") for line in told))
     return ExitCode.DONE if ok else ExitCode.REFUSED

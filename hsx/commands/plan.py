@@ -21,6 +21,7 @@ from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
+from hsx.printable import printable
 from hsx.progress_view import duration
 from hsx.records import BadRow
 from hsx.stores.group import open_store
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **known, **tried})
     else:
         if seen:
-            emit("\n".join([*seen.lines(), *_accepted(result, reasons), ""]))
+            facts = (printable(line, keep="") for line in seen.lines())
+            emit("\n".join([*facts, *_accepted(result, reasons), ""]))
         emit(describe(result, counts))
         if trials is not None:
             emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))

@@ -107,7 +107,7 @@ def _text(
     if found.cut:
         lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
     lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
-    lines = [printable(line) for line in lines]  # what follows has colours, and its text is cleaned piece by piece
+    lines = [printable(line, keep="") for line in lines]  # what follows has colours, and its text is cleaned piece by piece
     for row in found.samples:
         lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]
     if found.samples:

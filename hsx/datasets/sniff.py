@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from hsx.datasets import detect_format, naming_of, open_source
 from hsx.datasets.fields import Bad
-from hsx.printable import printable
 
 if TYPE_CHECKING:
     from hsx.config import Config
@@ -48,11 +47,10 @@ class Sniffed:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """As text, one fact a line."""
+        """As text, one fact a line; names in it may hold anything, line ends included."""
         count = len(self.files)
         where = self.files[0] if count == 1 else f"{count} files, {self.files[0]} to {self.files[-1]}"
-        where = printable(where, keep="")
-        skipped = printable(", ".join(self.ignored[:IGNORED_SHOWN]), keep="")
+        skipped = ", ".join(self.ignored[:IGNORED_SHOWN])
         skipped += " ..." if len(self.ignored) > IGNORED_SHOWN else ""
         # What is used comes first: a table may have thousands of columns.
         ordered = sorted(self.fields, key=lambda name: name not in self.used)
@@ -97,8 +95,8 @@ def sniff(config: Config) -> Sniffed:
 
 
 def _short(text: str) -> str:
-    """A name or a type, printable and not too long."""
-    return printable(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}...", keep="")
+    """A name or a type, not too long."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: str) -> list[str]:
