@@ -102,7 +102,7 @@ def test_errors_and_ports_know_nothing_above_them() -> None:
 def test_adapters_know_ports_and_core_and_never_each_other() -> None:
     for adapter in ADAPTERS:
         for path in sorted((HSX / adapter).rglob("*.py")):
-            allowed = (f"hsx.{adapter}", "hsx.core", "hsx.errors", "hsx.ports", "hsx.records", "hsx.config", "hsx.printable")
+            allowed = (f"hsx.{adapter}", "hsx.core", "hsx.errors", "hsx.ports", "hsx.records", "hsx.config")
             assert [n for n in of_hsx(imported(path)) if n != "hsx" and not within(n, *allowed)] == [], name_of(path)
 
 
