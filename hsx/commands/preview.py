@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 GREEN: Final = "\x1b[30;42m"
 PLAIN: Final = "\x1b[0m"
+REFUSED: Final = "plan and run refuse a dataset with bad rows; dataset.on_bad_row = 'skip' leaves them out"
 LONGEST_SHOWN: Final = 4000
 """Characters of a piece that are shown."""
 
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
         # As it is: all of it was made safe to show, and colours are no text of others.
-        write(_text(seen, found, decode, compared, colour=colour) + "\n")
+        refused = loaded.config.dataset.on_bad_row == "refuse" and found.reasons
+        notes = [REFUSED] if refused else []
+        write(_text(seen, found, decode, compared, notes, colour=colour) + "\n")
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":
@@ -89,7 +92,13 @@ def _document(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] 
 
 
 def _text(
-    seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] | None, compared: str | None, *, colour: bool
+    seen: Sniffed,
+    found: Preview,
+    decode: Callable[[list[int]], str] | None,
+    compared: str | None,
+    notes: list[str],
+    *,
+    colour: bool,
 ) -> str:
     rejected = "".join(f" + {count} {reason}" for reason, count in sorted(found.reasons.items()))
     more = "" if found.complete else "; there are more rows, see --rows"
@@ -107,6 +116,10 @@ def _text(
     if found.cut:
         lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
     lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
+    further = found.rows - found.accepted - len(found.bad)
+    if further:
+        lines.append(f"bad row    and {further} more")
+    lines += [f"note       {note}" for note in notes]
     lines = [printable(line, keep="") for line in lines]  # what follows has colours, and its text is cleaned piece by piece
     for row in found.samples:
         lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]

@@ -91,6 +91,16 @@ def test_no_usable_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "[dataset_empty]" in screen.err
 
 
+def test_bad_rows_are_counted_and_what_becomes_of_them_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": "a", "input_ids": [1]}, *({"id": str(number), "input_ids": []} for number in range(7))]
+    for on_bad_row, said in (("refuse", True), ("skip", False)):
+        assert main(["preview", job_with(tmp_path, rows, on_bad_row=on_bad_row)]) == ExitCode.DONE
+        shown = capsys.readouterr().out
+        assert shown.count("bad row    line ") == 5
+        assert "bad row    and 2 more\n" in shown
+        assert ("note       plan and run refuse a dataset with bad rows" in shown) == said
+
+
 def test_check_and_plan_tell_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = job_with(tmp_path, ROWS, on_bad_row="skip")
     assert main(["check", job]) == ExitCode.DONE
