@@ -92,7 +92,7 @@ def test_no_usable_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_bad_rows_are_counted_and_what_becomes_of_them_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"id": "a", "input_ids": [1]}, *({"id": str(number), "input_ids": []} for number in range(7))]
+    rows: list[dict[str, Any]] = [{"id": "a", "input_ids": [1]}, *({"id": str(number), "input_ids": []} for number in range(7))]
     for on_bad_row, said in (("refuse", True), ("skip", False)):
         assert main(["preview", job_with(tmp_path, rows, on_bad_row=on_bad_row)]) == ExitCode.DONE
         shown = capsys.readouterr().out
