@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Says what goes where, and writes it."""
     part, parts = args.shard
     request = Request(
-        layers=None if args.layers is None else _layers(args.layers),
+        layers=args.layers,
         final=args.final,
         ids=None if args.ids is None else _ids(args.ids),
         max_tokens=args.max_tokens,
@@ -85,13 +85,6 @@ def summary(planned: ExportPlan, done: Progress) -> str:
     if done.linked:
         parts.append(f"{done.linked} are links")
     return ", ".join(parts) + f"; {MANIFEST} says what is what"
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.strip().removeprefix("h_")) for part in text.split(","))
-    except ValueError:
-        raise RunError("usage", f"--layers is {text!r}; expected the k of layers h_k, such as 2,18,33") from None
 
 
 def _ids(path: str) -> list[str]:

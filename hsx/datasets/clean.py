@@ -55,7 +55,7 @@ class CleanRows:
                 given += there
                 take(batch, name, there & self._clean)
         self._clean &= given < 2
-        if not MASKS.issuperset((names.loss_mask, names.labels, names.prompt_length)):
+        if (names.loss_mask, names.labels, names.prompt_length) != MASKS:
             self._clean &= given > 0  # a mask that the job file names has to be there
         self._leave_out_padded(batch)
         self._bounds = list(zip(ids.starts.tolist(), ids.stops.tolist(), self._clean.tolist(), strict=True))

@@ -294,6 +294,8 @@ def test_an_id_is_data_and_never_a_path(tmp_path: Path, capsys: pytest.CaptureFi
         ["--shard=-1/2"],
         ["--shard", "0/0"],
         ["--threads", "0"],
+        ["--layers", "2,last"],
+        ["--layers", ""],
     ],
 )
 def test_numbers_that_cannot_be_are_refused(pre: Truth, tmp_path: Path, arguments: list[str]) -> None:
