@@ -12,7 +12,8 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.export import load_format
 from hsx.export.manifest import MANIFEST
-from hsx.exporting import ExportPlan, Progress, Request, export, plan
+from hsx.export_run import Progress, export
+from hsx.exporting import ExportPlan, Request, plan
 from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
