@@ -244,7 +244,9 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("store", metavar="STORE", help="the store")
     export.add_argument("folder", metavar="FOLDER", help="where to: a new folder, or one in which this export was cut short")
     export.add_argument("--to", required=True, choices=tuple(FORMATS), metavar="FORMAT", help="the trainer's format, see below")
-    export.add_argument("--layers", metavar="K,K", help="the k of the layers h_k to take, in this order (default: all)")
+    export.add_argument(
+        "--layers", type=_layers, metavar="K,K", help="the k of the layers h_k to take, in this order (default: all)"
+    )
     export.add_argument(
         "--final",
         choices=("post_norm", "pre_norm"),
@@ -288,7 +290,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--from", dest="kind", required=True, choices=tuple(SOURCES), metavar="KIND", help="what it is, see below"
     )
     imports.add_argument(
-        "--layers", metavar="K,K", help="the k of the layers h_k in the files (default: as hsx's manifest there says)"
+        "--layers",
+        type=_layers,
+        metavar="K,K",
+        help="the k of the layers h_k in the files (default: as hsx's manifest there says)",
     )
     imports.add_argument(
         "--final", choices=("post_norm", "pre_norm"), help="the final state in the files (default: the kind's own)"
@@ -326,6 +331,13 @@ def _root(text: str) -> tuple[str, str]:
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected the name of a root and its path: NAME=PATH")
     return name, path
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.strip().removeprefix("h_")) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected the k of layers h_k, such as 2,18,33") from None
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.export import load_format
 from hsx.export.manifest import MANIFEST
-from hsx.exporting import ExportPlan, Progress, Request, export, plan
+from hsx.export_run import Progress, export
+from hsx.exporting import ExportPlan, Request, plan
 from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Says what goes where, and writes it."""
     part, parts = args.shard
     request = Request(
-        layers=None if args.layers is None else _layers(args.layers),
+        layers=args.layers,
         final=args.final,
         ids=None if args.ids is None else _ids(args.ids),
         max_tokens=args.max_tokens,
@@ -85,13 +86,6 @@ def summary(planned: ExportPlan, done: Progress) -> str:
     if done.linked:
         parts.append(f"{done.linked} are links")
     return ", ".join(parts) + f"; {MANIFEST} says what is what"
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.strip().removeprefix("h_")) for part in text.split(","))
-    except ValueError:
-        raise RunError("usage", f"--layers is {text!r}; expected the k of layers h_k, such as 2,18,33") from None
 
 
 def _ids(path: str) -> list[str]:

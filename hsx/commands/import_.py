@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         folder=Path(args.folder),
         store=Path(args.store),
         roots=roots,
-        layers=None if args.layers is None else _layers(args.layers),
+        layers=args.layers,
         final=args.final,
         threads=args.threads,
     )
@@ -58,10 +58,3 @@ def describe(report: ImportReport) -> str:
 def _progress(report: ImportReport) -> str:
     rejected = sum(report.rejected.values())
     return f"samples {report.committed}/{report.found}, {rejected} rejected, {report.tokens} tokens"
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.strip().removeprefix("h_")) for part in text.split(","))
-    except ValueError:
-        raise RunError("usage", f"--layers is {text!r}; expected the k of layers h_k, such as 2,18,33") from None

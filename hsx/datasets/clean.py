@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsx.datasets.fields import Bad
-from hsx.datasets.masks import IGNORED, PADDING
+from hsx.datasets.masks import IGNORED, MASKS, PADDING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,6 +55,8 @@ class CleanRows:
                 given += there
                 take(batch, name, there & self._clean)
         self._clean &= given < 2
+        if (names.loss_mask, names.labels, names.prompt_length) != MASKS:
+            self._clean &= given > 0  # a mask that the job file names has to be there
         self._leave_out_padded(batch)
         self._bounds = list(zip(ids.starts.tolist(), ids.stops.tolist(), self._clean.tolist(), strict=True))
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 IGNORED: Final = -100
 """What labels have where a token does not count."""
-MASKS: Final = frozenset(("loss_mask", "labels", "prompt_length"))
+MASKS: Final = ("loss_mask", "labels", "prompt_length")
+"""The forms of a mask, and how their fields are called unless `dataset.columns` says otherwise."""
 PADDING: Final = "attention_mask"
 
 

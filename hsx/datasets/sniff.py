@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from hsx.datasets import detect_format, naming_of, open_source
 from hsx.datasets.fields import Bad
+from hsx.datasets.masks import MASKS
 
 if TYPE_CHECKING:
     from hsx.config import Config
     from hsx.datasets.fields import Columns
 
-MASKS: Final = ("loss_mask", "labels", "prompt_length")
 USED: Final = {"tokens": ("input_ids", *MASKS), "chat": ("messages", "conversations", "tools"), "text": ("text",)}
 IGNORED_SHOWN: Final = 8
 FIELDS_SHOWN: Final = 40

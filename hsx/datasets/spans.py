@@ -21,7 +21,7 @@ def span_mask(text: str, offsets: list[tuple[int, int]], spans: Iterable[tuple[i
     """uint8 [tokens]: 1 where a token begins within one of the spans.
 
     White space does not decide: a token that begins with white space before a span counts if it has text of the span, and one
-    that ends with white space behind it counts, too.
+    that ends with white space behind it counts, too. One that has only white space of the span, and other text, does not.
 
     Args:
         text: what was encoded.
@@ -45,7 +45,10 @@ def span_mask(text: str, offsets: list[tuple[int, int]], spans: Iterable[tuple[i
                 _require_apart(before, within)
                 own[at] = True
         for at in np.flatnonzero((starts < end) & (stops > end)).tolist():
-            _require_apart(text[max(starts[at], start) : end], text[end : stops[at]])
+            within, behind = text[max(starts[at], start) : end], text[end : stops[at]]
+            _require_apart(within, behind)
+            if behind.strip():
+                own[at] = False
         if not own.any() and text[start:end].strip():
             raise Bad("bad_mask", f"no token stands for {_shown(text[start:end])}, which counts for the loss")
         mask[part] |= own.astype(np.uint8)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END_OF_MESSAGE: Final = "<|eom_id|>"  # Llama's, after a call
 SHOWN: Final = 40
+EXACT: Final = 32
+"""Turns of a conversation before each of which the generation prompt is rendered; behind them it is what it was there."""
 _PROBE_CALL: Final = Call("probe_function", {"probe_key": "probe_value"})
 
 
@@ -224,7 +226,7 @@ class ChatTemplate:
 
     def _spans(self, text: str, found: Placed) -> Spans:
         spans = []
-        prompts: dict[tuple[str, str, bool], str] = {}
+        prompts: dict[tuple[str, str, bool], set[str]] = {}
         for turn, (first, last) in found.bounds.items():
             given = found.turns[turn]
             if given.role != "assistant":
@@ -234,18 +236,22 @@ class ChatTemplate:
             spans.append((self._begin(text, found, turn, first, prompts), self._end(text, found, turn, end)))
         return tuple(spans)
 
-    def _begin(self, text: str, found: Placed, turn: int, first: int, prompts: dict[tuple[str, str, bool], str]) -> int:
+    def _begin(self, text: str, found: Placed, turn: int, first: int, prompts: dict[tuple[str, str, bool], set[str]]) -> int:
         """Where what the model writes begins: behind the generation prompt; where there is none, with the text.
 
-        A prompt takes two renderings of all turns before it. Where the template wrote the same before a turn, after a turn of
-        the same kind, it is the same one of `prompts`: thousands of turns would take thousands of renderings otherwise.
+        A prompt takes two renderings of all turns before it; thousands of turns would take thousands of renderings. So behind
+        `EXACT` turns, where the template wrote the same before a turn, after a turn of the same kind, it is taken from
+        `prompts`; not where those differ, as a template may look into a question for what it lets the model think.
         """
         given, floor = found.turns[turn], found.floor[turn]
         before_it = found.turns[turn - 1] if turn else None
         kind = (text[floor:first], before_it.role if before_it else "", bool(before_it and before_it.calls))
-        if kind not in prompts:
-            prompts[kind] = self._prompt_of(found.turns[:turn], found.tools)[1]
-        prompt = prompts[kind]
+        seen = prompts.setdefault(kind, set())
+        if turn < EXACT or len(seen) != 1:
+            prompt = self._prompt_of(found.turns[:turn], found.tools)[1]
+            seen.add(prompt)
+        else:
+            (prompt,) = seen
         at = text.rfind(prompt, floor, first) if prompt else -1
         if at >= 0:
             found.require_own(prompt, turn)

@@ -109,7 +109,7 @@ def _turn(number: int, turn: object, roles: Mapping[str, str]) -> Turn:
     counts = _counts(number, turn, role)
     if given in CALL_ROLES and isinstance(content, str) and not calls:
         calls = tuple(_call(number, call) for call in _as_list(_parsed(content, f"turn {number}")))
-        return Turn(role, "", calls=calls, counts=counts)
+        content = ""
     if content is None and calls:
         content = ""
     if not isinstance(content, str):

@@ -1,7 +1,7 @@
 """Files as trainers read them, out of a store: one module a format, all behind `hsx.export.protocol.Format`.
 
-The formats know nothing of stores: `hsx.exporting` reads, chooses and writes, they say how one sample looks. Importing this
-module costs nothing; a format brings torch with it.
+The formats know nothing of stores: `hsx.exporting` chooses, `hsx.export_run` reads and writes, they say how one sample looks.
+Importing this module costs nothing; a format brings torch with it.
 """
 
 from __future__ import annotations

@@ -118,13 +118,14 @@ class TokenTableWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, row: Row) -> int:
-        """Appends a row, whose arrays nobody changes afterwards, and returns its sample index.
+        """Appends a row, and returns its sample index.
 
         Raises RunError `store_unwritable`, also for rows before it: some are held and written together.
         """
         length = len(row.input_ids)
-        self._ids.append(row.input_ids)
-        self._masks.append(row.loss_mask)
+        # Copies: a row of a table is a slice, which would keep its whole batch in memory, of which it may be the only good row.
+        self._ids.append(row.input_ids.copy())
+        self._masks.append(row.loss_mask.copy())
         self._names.append(row.sample_id.encode())
         self._tokens_held += length
         self._samples += 1

@@ -93,10 +93,15 @@ def test_table_gives_what_its_rows_give_line_by_line(tmp_path: Path, form: str, 
     expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl"), SHAPE)]
     assert [told(row) for row in open_dataset(dataset_config(path), SHAPE)] == expected
     assert sum(len(row) == 3 for row in expected) == len(ODD)
+    missing = sum(row[-1] == "missing_field" for row in expected)
     cut: dict[str, Any] = {"too_long": "left", "max_tokens": 8}
     expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl", **cut), SHAPE)]
     assert [told(row) for row in open_dataset(dataset_config(path, **cut), SHAPE)] == expected
     assert sum(row[-1] == 8 for row in expected) > 0
+    named: dict[str, Any] = {"columns": {"prompt_length": "prompt"}, "format": "tokens"}
+    expected = [told(row) for row in open_dataset(dataset_config(tmp_path / "rows.jsonl", **named), SHAPE)]
+    assert [told(row) for row in open_dataset(dataset_config(path, **named), SHAPE)] == expected
+    assert sum(row[-1] == "missing_field" for row in expected) > missing
 
 
 def fields(**columns: Any) -> list[TableFields]:

@@ -84,6 +84,11 @@ def test_forms_of_a_call(turns: list[dict[str, Any]]) -> None:
     assert normalised(turns) == [Turn("assistant", "", calls=(Call("f", {"x": 1}, "1"),))]
 
 
+def test_thinking_beside_a_call_that_is_text() -> None:
+    turn = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "reasoning_content": "hm"}
+    assert normalised([turn]) == [Turn("assistant", "", "hm", (Call("f", {}),))]
+
+
 @pytest.mark.parametrize(
     ("turn", "words"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hsx.datasets.placing import TemplateError
-from hsx.datasets.template import ChatTemplate, Style
+from hsx.datasets.template import EXACT, ChatTemplate, Style
 from hsx.datasets.turns import Turn
 from hsx.errors import RunError
 
@@ -227,10 +227,10 @@ class Counted(Mapping[str, str]):
 
 
 def test_renderings_do_not_grow_with_the_turns(model_with: Model) -> None:
-    """Or a conversation of megabytes takes minutes: each of them renders all turns before it."""
+    """Or a conversation of megabytes takes minutes: each of them renders all turns before it. Only the first have their own."""
     model = model_with(THINKING)
     counts = []
-    for pairs in (3, 300):
+    for pairs in (EXACT, 300):
         counted = Counted()
         turns = [(role, f"{role} {number}") for number in range(pairs) for role in ("user", "assistant")]
         found = spans(ChatTemplate(model, style=Style(arguments=counted)), *turns)

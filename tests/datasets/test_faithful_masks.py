@@ -77,6 +77,21 @@ def test_white_space_before_the_answer_is_the_models(model_with: Model) -> None:
     assert spans(template, turns) == [" b", " d"]
 
 
+def test_generation_prompts_that_depend_on_the_question(model_with: Model) -> None:
+    template = ChatTemplate(
+        model_with(
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+            "{{ '<think>\n' if '/think' in messages[-1].content }}{% endif %}"
+        )
+    )
+    answer = Turn("assistant", "<think>\nhm\n</think>\n\na")
+    begun, whole = "hm\n</think>\n\na<|im_end|>", "<think>\nhm\n</think>\n\na<|im_end|>"
+    asked, plain = [Turn("user", "/think"), answer], [Turn("user", "?"), answer]
+    assert spans(template, [*asked, *plain, *asked]) == [begun, whole, begun]
+    assert spans(template, [*asked, *plain] * 20) == [begun, whole] * 20
+
+
 @pytest.mark.parametrize("way", ["macro", "set"])
 def test_marks_whose_places_are_wrong(model_with: Model, way: str) -> None:
     """The places that transformers gives are wrong for marks within a macro or a block that is set."""
@@ -162,6 +177,7 @@ def test_a_turn_that_the_dataset_leaves_out_of_the_loss(model_with: Model) -> No
         ("[a] b.", [(0, 3), (3, 5), (5, 6)], (4, 6), [0, 1, 1]),  # white space and the first word are one token
         ("[a]\n\nb", [(0, 3), (3, 5), (5, 6)], (4, 6), [0, 0, 1]),  # white space alone
         ("a.\n[b]", [(0, 1), (1, 3), (3, 6)], (0, 2), [1, 1, 0]),
+        ("a. b", [(0, 1), (1, 2), (2, 4)], (0, 3), [1, 1, 0]),  # the span ends between white space and another's word
         ("[a]b", [(0, 2), (2, 4)], (3, 4), "one token has both ']' and 'b'"),
         ("ab[c]", [(0, 1), (1, 3), (3, 5)], (0, 2), "one token has both 'b' and '['"),
         ("a\u200bc", [(0, 1), (2, 3)], (1, 2), "no token stands for"),

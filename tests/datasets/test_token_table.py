@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,17 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
     rows = [row(number, tokens) for number, tokens in enumerate(LENGTHS)]
     build(group, rows)
     return group, rows
+
+
+def test_a_row_does_not_keep_the_batch_that_it_is_a_slice_of(tmp_path: Path) -> None:
+    ids, mask = np.arange(1000, dtype=np.int32), np.ones(1000, dtype=np.uint8)
+    seen_ids, seen_mask = weakref.ref(ids), weakref.ref(mask)
+    with TokenTableWriter(tmp_path / "store") as writer:
+        writer.add(Row("a", ids[3:5], mask[3:5], 1))
+        del ids, mask
+        assert (seen_ids(), seen_mask()) == (None, None)
+        writer.finish({"dataset.sha256": "x"}, {})
+    assert TokenTable(tmp_path / "store").input_ids(0).tolist() == [3, 4]
 
 
 def test_samples_come_back_across_chunk_bounds(large: tuple[Path, list[Row]]) -> None:

@@ -60,7 +60,7 @@ def test_rows_are_those_that_the_package_reads(written: Path, name: str) -> None
     expected = json.loads((written / "rows.json").read_text(encoding="utf-8"))[name]
     assert expected
     if "input_ids" in expected[0]:
-        rows = list(open_dataset(dataset_config(written / name), SHAPE))
+        rows = list(open_dataset(dataset_config(written / name, format="tokens"), SHAPE))
         assert all(isinstance(row, Row) for row in rows), rows
         assert [row.sample_id for row in rows] == [str(row["id"]) for row in expected]
         for row, wanted in zip(rows, expected, strict=True):
@@ -69,6 +69,6 @@ def test_rows_are_those_that_the_package_reads(written: Path, name: str) -> None
             assert row.input_ids.tolist() == wanted["input_ids"]
             assert row.loss_mask.tolist() == expected_mask(wanted)
     if "messages" in expected[0]:
-        found = [fields for _, fields in open_source(dataset_config(written / name)).records()]
+        found = [fields for _, fields in open_source(dataset_config(written / name, format="chat")).records()]
         values = [fields.value("messages") for fields in found if not isinstance(fields, Bad)]
         assert values == [without_nulls(row["messages"]) for row in expected]

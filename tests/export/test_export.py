@@ -21,7 +21,8 @@ from hsx.export import FORMATS, load_format
 from hsx.export.files import CheckedFile, whole_file
 from hsx.export.manifest import INDEX, RowList, WrittenRow, read_manifest, read_rows
 from hsx.export.protocol import Exported
-from hsx.exporting import Progress, Request, export, plan
+from hsx.export_run import Progress, export
+from hsx.exporting import Request, plan
 from hsx.stores.reader import Store
 from hsx.testing.exports import LENGTHS, WIDTH, Truth, exportable_store
 
@@ -240,15 +241,9 @@ def test_a_token_beyond_the_vocabulary_is_told(post: Truth, tmp_path: Path) -> N
     assert caught.value.kind == "export_refused"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--layers", "two"], 2),
-        (["--ids", "/nowhere/ids"], 2),
-    ],
-)
-def test_bad_arguments_are_told(post: Truth, tmp_path: Path, arguments: list[str], code: int) -> None:
-    assert main(["export", str(post.path), str(tmp_path / "x"), "--to", "specforge", *arguments]) == code
+def test_a_list_of_ids_that_cannot_be_read_is_told(post: Truth, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(post.path), str(tmp_path / "x"), "--to", "specforge", "--ids", "/nowhere/ids"]) == 2
+    assert "[usage] --ids /nowhere/ids cannot be read" in capsys.readouterr().err
 
 
 def test_a_damaged_sample_stops_the_export_and_leaves_the_rest(tmp_path: Path) -> None:

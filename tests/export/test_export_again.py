@@ -14,7 +14,8 @@ from hsx.cli import main
 from hsx.errors import RunError
 from hsx.export import load_format
 from hsx.export.manifest import read_rows
-from hsx.exporting import Progress, Request, export, plan
+from hsx.export_run import Progress, export
+from hsx.exporting import Request, plan
 from hsx.stores.reader import Store
 from hsx.testing.exports import Truth, exportable_store
 
@@ -27,7 +28,8 @@ PROGRAM = textwrap.dedent(
     from functools import partial
     from pathlib import Path
     from hsx.export import load_format
-    from hsx.exporting import Request, export, plan
+    from hsx.export_run import export
+    from hsx.exporting import Request, plan
     from hsx.stores.reader import Store
     from hsx.testing.forks import begin, ended
 

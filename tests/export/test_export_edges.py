@@ -25,7 +25,8 @@ from hsx.export import FORMATS, load_format
 from hsx.export.files import whole_file
 from hsx.export.manifest import read_manifest, read_rows
 from hsx.export.mapping import map_states
-from hsx.exporting import Request, export, plan
+from hsx.export_run import export
+from hsx.exporting import Request, plan
 from hsx.stores.group import open_store
 from hsx.stores.reader import Store
 from hsx.stores.seal import SealedArrays, write_seal
@@ -33,7 +34,7 @@ from hsx.testing.exports import LENGTHS, WIDTH, Truth, exportable_store
 from hsx.testing.stores import RUN, payload, random_states
 
 if TYPE_CHECKING:
-    from hsx.exporting import Progress
+    from hsx.export_run import Progress
 
 
 def write(truth: Truth, folder: Path, to: str, **how: Any) -> Progress:
@@ -294,6 +295,8 @@ def test_an_id_is_data_and_never_a_path(tmp_path: Path, capsys: pytest.CaptureFi
         ["--shard=-1/2"],
         ["--shard", "0/0"],
         ["--threads", "0"],
+        ["--layers", "2,last"],
+        ["--layers", ""],
     ],
 )
 def test_numbers_that_cannot_be_are_refused(pre: Truth, tmp_path: Path, arguments: list[str]) -> None:

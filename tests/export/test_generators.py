@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from hsx.core.spec import CaptureSpec
 from hsx.export import load_format
 from hsx.export.manifest import read_manifest
-from hsx.exporting import Request, export, plan
+from hsx.export_run import export
+from hsx.exporting import Request, plan
 from hsx.integrations.specforge import Eagle3Dataset
 from hsx.stores.group import record_final_norm
 from hsx.stores.reader import Store

@@ -19,7 +19,8 @@ from hsx.cli import main
 from hsx.errors import RunError
 from hsx.export import load_format
 from hsx.export.manifest import MANIFEST
-from hsx.exporting import Request, export, plan
+from hsx.export_run import export
+from hsx.exporting import Request, plan
 from hsx.importing import ImportReport, ImportRequest, import_folder
 from hsx.stores.reader import Store
 from hsx.testing.exports import LAYERS, LENGTHS, WIDTH, Truth

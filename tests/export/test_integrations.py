@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from hsx.errors import RunError
 from hsx.export import load_format
-from hsx.exporting import Request, export, plan
+from hsx.export_run import export
+from hsx.exporting import Request, plan
 from hsx.integrations.specforge import Eagle3Dataset
 from hsx.stores.reader import Store
 from hsx.testing.exports import LENGTHS, Truth, exportable_store
