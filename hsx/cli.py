@@ -244,9 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("store", metavar="STORE", help="the store")
     export.add_argument("folder", metavar="FOLDER", help="where to: a new folder, or one in which this export was cut short")
     export.add_argument("--to", required=True, choices=tuple(FORMATS), metavar="FORMAT", help="the trainer's format, see below")
-    export.add_argument(
-        "--layers", type=_layers, metavar="K,K", help="the k of the layers h_k to take, in this order (default: all)"
-    )
+    export.add_argument("--layers", type=_layers, metavar="K,K", help="the k of the layers h_k to take, rising (default: all)")
     export.add_argument(
         "--final",
         choices=("post_norm", "pre_norm"),

@@ -15,7 +15,7 @@ from hsx.core.spec import CaptureSpec, FinalState, final_state
 from hsx.errors import RunError
 from hsx.export.manifest import MANIFEST, read_manifest
 from hsx.import_run import Import
-from hsx.ingest import open_source
+from hsx.ingest import SOURCES, open_source
 from hsx.ingest.journal import Journal
 from hsx.locks import locked, store_lock
 
@@ -87,7 +87,8 @@ def import_folder(request: ImportRequest, watch: Callable[[ImportReport], None] 
     `roots_full`, `store_unwritable`, after which the same call goes on.
     """
     if not request.folder.is_dir():
-        raise RunError("import_refused", f"{request.folder} is not a folder; expected one of {request.kind}")
+        what = "is not a folder" if request.folder.exists() else "is not there"
+        raise RunError("import_refused", f"{request.folder} {what}; expected a folder of {request.kind}")
     with locked(store_lock(request.store), f"store {request.store}", "store_unwritable"):
         if request.store.exists() and not journal_path(request.store).exists():
             raise RunError(
@@ -107,10 +108,11 @@ def _capture(request: ImportRequest, source: Source) -> CaptureSpec:
     layers, final = request.layers, request.final
     if (request.folder / MANIFEST).exists():
         manifest = read_manifest(request.folder)
-        if manifest.get("to") != request.kind and request.kind != "vllm":
-            raise RunError(
-                "import_refused", f"{request.folder} is an export to {manifest.get('to')}; expected --from {manifest.get('to')}"
-            )
+        made_for = manifest.get("to")
+        # A speculators export has the files of vLLM's connector, too.
+        if made_for != request.kind and (request.kind, made_for) != ("vllm", "speculators"):
+            wanted = f"--from {made_for}" if made_for in SOURCES else "one to specforge or speculators"
+            raise RunError("import_refused", f"{request.folder} is an export to {made_for}; expected {wanted}")
         said, last = _mapped(request.folder, manifest)
         for option, given, known in (("--layers", layers, said), ("--final", final, last)):
             if given not in (None, known):

@@ -173,7 +173,7 @@ def test_torn_and_foreign_ckpt_files_are_listed(post: Truth, tmp_path: Path, cap
         ({}, "does not say which layers"),
         ({"layers": (4, 2)}, "expected strictly rising"),
         ({"layers": (2, 4)}, r"nothing to import: 1 bad_shape"),
-        ({"layers": LAYERS, "folder": "nowhere"}, "is not a folder"),
+        ({"layers": LAYERS, "folder": "nowhere"}, "is not there"),
         ({"layers": LAYERS, "store": "x"}, "is there already"),
         ({"layers": LAYERS, "folder": "empty"}, "nothing to import: it has no samples"),
     ],

@@ -218,6 +218,21 @@ def test_what_contradicts_the_manifest_is_refused(post: Truth, tmp_path: Path, h
     assert bring(tmp_path / "x", tmp_path / "store", "specforge").committed == len(LENGTHS)
 
 
+@pytest.mark.parametrize(
+    ("made_for", "kind", "expected"),
+    [
+        ("specforge", "vllm", "expected --from specforge"),
+        ("safetensors", "vllm", "is an export to safetensors; expected one to specforge or speculators"),
+        ("modelopt", "specforge", "is an export to modelopt; expected one to specforge or speculators"),
+    ],
+)
+def test_exports_that_cannot_come_back_are_told(post: Truth, tmp_path: Path, made_for: str, kind: str, expected: str) -> None:
+    export(plan(Store(post.path), load_format(made_for), tmp_path / "x", Request()))
+    with pytest.raises(RunError, match=expected) as caught:
+        bring(tmp_path / "x", tmp_path / "store", kind)
+    assert caught.value.kind == "import_refused"
+
+
 def test_a_manifest_that_says_nothing_is_told(post: Truth, tmp_path: Path) -> None:
     export(plan(Store(post.path), load_format("specforge"), tmp_path / "x", Request()))
     manifest = json.loads((tmp_path / "x" / MANIFEST).read_text())
