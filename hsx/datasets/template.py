@@ -256,11 +256,14 @@ class ChatTemplate:
         if at >= 0:
             found.require_own(prompt, turn)
             return at + len(prompt)
-        earlier, _ = self._prompt_of(found.turns[:turn], found.tools)
         before, _ = edges(found.framed[turn].content, found.marks)
         start = first - len(before) if before and text.endswith(before, floor, first) else first
+        called = bool(given.calls) and not given.content.strip()
+        if not called and not text[floor:start][-1:].isspace():
+            return start  # no white space to decide about: the renderings would say the same
+        earlier, _ = self._prompt_of(found.turns[:turn], found.tools)
         follows = floor <= len(earlier) <= start and text.startswith(earlier)
-        if given.calls and not given.content.strip():
+        if called:
             # What frames the call is the assistant's: it begins where the rendering of the earlier turns ends.
             if not follows:
                 raise TemplateError(f"it cannot be told where the call of turn {turn + 1} begins: it has no generation prompt")
