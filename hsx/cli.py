@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved = shlex.join([*unknown, *args.rest])
         parser.error(f"the server's arguments go after --: hsx serve {shlex.quote(args.job)} -- {moved}")
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.rest and args.command != "serve":
         parser.error(f"{args.command} takes no arguments after --")
     try:
@@ -307,6 +307,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     completion = commands.add_parser("completion", parents=[verbose], help="print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage is printed where an argument is unknown
     return parser
 
 

@@ -106,6 +106,9 @@ def load(path: str | os.PathLike[str]) -> LoadedConfig:
     try:
         text = file.read_text(encoding="utf-8")
         document = tomllib.loads(text)
+    except IsADirectoryError as error:
+        hint = "; of a store `hsx verify --store` and `hsx export` take the folder" if (file / "zarr.json").exists() else ""
+        raise ConfigError("config_unreadable", [f"{path}: is a folder; expected a job file{hint}"]) from error
     except OSError as error:
         raise ConfigError("config_unreadable", [f"{path}: cannot be read: {error.strerror or error}"]) from error
     except UnicodeDecodeError as error:

@@ -36,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
         index_only=args.index_only,
         threads=args.threads,
     )
-    planned = plan(Store(args.store, roots=dict(args.root)), load_format(args.to), Path(args.folder), request)
+    store = Path(args.store)
+    if not store.is_dir():
+        what = "is a file" if store.exists() else "does not exist"
+        raise RunError("usage", f"{store} {what}; expected the folder of a store, as job.store of a job file names it")
+    planned = plan(Store(store, roots=dict(args.root)), load_format(args.to), Path(args.folder), request)
     if not args.json:
         emit(describe(planned))
     if args.dry_run:

@@ -104,7 +104,7 @@ def map_states(
         raise RunError(
             "export_refused",
             f"{form.name} is to have post_norm and the store has pre_norm without the model's final norm; expected a store "
-            "whose server has reported its norm",
+            "whose server has reported its norm, which an imported one has not",
         )
     at_layer, at_final = form.slots
     slots = (*(at_layer.format(slot=slot, next=slot + 1) for slot in range(len(layers))), at_final)

@@ -5,7 +5,10 @@ The backend has to be registered before speculators builds its command line; tha
 
 from __future__ import annotations
 
-from hs_connectors import HiddenStatesBackend
+try:
+    from hs_connectors import HiddenStatesBackend
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; expected the packages speculators and hs-connectors to be installed here") from error
 
 import hsx.integrations.speculators  # noqa: F401 - importing it registers the backend
 

@@ -149,6 +149,11 @@ class Store:
                 f"store {self.path} has token arrays of {self._table.count} samples; expected {self._info.layout.samples}",
             )
 
+    def __repr__(self) -> str:
+        count, samples = len(self.committed), len(self)
+        states = ", ".join(self.state_names)
+        return f"<hsx store {self.path}: {count} of {samples} samples, states {states}, H = {self.hidden_size}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (str(self.path), self._given, self._check))
 

@@ -113,7 +113,7 @@ class TokenBudgetSampler:
         _require_rank(rank, world_size)
         for wrong, expected in (
             (self._lengths < 1, "at least 1"),
-            (self._lengths > max_tokens, f"at most max_tokens, {max_tokens}"),
+            (self._lengths > max_tokens, f"at most max_tokens of a batch, {max_tokens}"),
         ):
             if wrong.any():
                 position = int(np.argmax(wrong))

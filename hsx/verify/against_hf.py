@@ -218,7 +218,7 @@ def against_hf(
     store = Store(store_path)
     model = HfModel(model_path)
     _check_fits(store, model, str(model_path))
-    chosen = choose(store.committed.tolist(), samples, seed)
+    chosen = choose(store.committed.tolist(), samples, seed, store.captured_as)
     report = HfReport(str(store.path), str(model_path), tolerance, margin)
     for done, index in enumerate(chosen, start=1):
         report.samples.append(_compare(store.sample(index), store.info, model, tolerance, margin))
@@ -227,9 +227,14 @@ def against_hf(
     return report
 
 
-def choose(committed: list[int], samples: int, seed: int) -> list[int]:
-    """Which of the committed samples are recomputed, sorted."""
-    return sorted(random.Random(seed).sample(committed, min(samples, len(committed))))
+def choose(committed: list[int], samples: int, seed: int, origin: Callable[[int], int] = lambda index: index) -> list[int]:
+    """Which of the committed samples are recomputed, sorted; of those that share a prefill one: the others prove no more."""
+    chosen: dict[int, int] = {}
+    for index in random.Random(seed).sample(committed, len(committed)):
+        if len(chosen) == samples:
+            break
+        chosen.setdefault(origin(index), index)
+    return sorted(chosen.values())
 
 
 def _check_fits(store: Store, model: HfModel, path: str) -> None:

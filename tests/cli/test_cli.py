@@ -43,6 +43,28 @@ def test_the_help_lists_commands_and_exit_codes(capsys: pytest.CaptureFixture[st
     assert all(f"{code.value} {meaning[:30]}" in text for code, meaning in MEANINGS.items())
 
 
+def test_an_unknown_argument_is_told_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["preview", "job.toml", "c-4"])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: hsx preview ")
+    assert "unrecognized arguments: c-4" in said
+
+
+def test_a_store_for_a_job_file_and_the_other_way_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    store = tmp_path / "some.zarr"
+    store.mkdir()
+    assert main(["show", str(store), "1"]) == ExitCode.REFUSED
+    assert capsys.readouterr().err.endswith(f"{store}: is a folder; expected a job file\n")
+    (store / "zarr.json").write_text("{}")
+    assert main(["verify", str(store)]) == ExitCode.REFUSED
+    assert "is a folder; expected a job file; of a store `hsx verify --store` and `hsx export`" in capsys.readouterr().err
+    for wrong, what in ((job, "is a file"), (tmp_path / "nowhere", "does not exist")):
+        assert main(["export", str(wrong), str(tmp_path / "out"), "--to", "specforge"]) == ExitCode.REFUSED
+        assert f"[usage] {wrong} {what}; expected the folder of a store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -47,6 +47,10 @@ def store(built: BuiltStore) -> Store:
     return hsx.open(built.info.path)
 
 
+def test_a_store_says_what_it_is(built: BuiltStore, store: Store) -> None:
+    assert repr(store) == f"<hsx store {built.info.path}: 5 of 6 samples, states h_1, h_2, post_norm, H = 40>"
+
+
 def test_hsx_reads_every_sample(built: BuiltStore, store: Store) -> None:
     assert len(store) == 6
     assert store.committed.tolist() == [0, 1, 2, 3, 4]

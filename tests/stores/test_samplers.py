@@ -133,7 +133,7 @@ def test_an_interrupted_epoch_goes_on_where_it_was() -> None:
         (lambda: EpochSampler(5, rank=2, world_size=2), "rank is 2 of 2; expected 0 to 1"),
         (lambda: TokenBudgetSampler([1], 8, rank=-1), "rank is -1 of 1; expected 0 to 0"),
         (lambda: TokenBudgetSampler([4, 0], 8), "position 1 has 0 tokens; expected at least 1"),
-        (lambda: TokenBudgetSampler([4, 9], 8), "position 1 has 9 tokens; expected at most max_tokens, 8"),
+        (lambda: TokenBudgetSampler([4, 9], 8), "position 1 has 9 tokens; expected at most max_tokens of a batch, 8"),
         (lambda: TokenBudgetSampler([4], 8, max_samples=0), "max_samples is 0; expected at least 1"),
         (lambda: TokenBudgetSampler(np.ones((2, 2), np.int64), 8), "lengths have 2 dimensions; expected 1"),
         (lambda: TokenBudgetSampler([4], 8).set_epoch(0, start=-1), "start is -1; expected at least 0"),

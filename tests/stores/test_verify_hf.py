@@ -107,6 +107,8 @@ def test_seed_chooses_the_samples() -> None:
     assert choose(committed, 5, 1) == choose(committed, 5, 1) != choose(committed, 5, 2)
     assert choose(committed, 500, 1) == committed
     assert choose([], 5, 1) == []
+    twins = choose(committed, 500, 1, lambda index: index // 4)
+    assert len(twins) == len({index // 4 for index in twins}) == 50
 
 
 def test_store_without_samples_proves_nothing(tmp_path: Path, model_path: Path) -> None:
