@@ -218,6 +218,8 @@ class Telemetry:
         """The engine's life took a step."""
         name = state.value if isinstance(state, State) else state
         self._engine = (name, reason, self._wall())
+        if name != State.STARTING.value:
+            self._waiting = ""  # the next report may be the last, and come before anybody says so
         self._states.append({"time": self._engine[2], "state": name, "reason": reason[:500]})
         self.log.info("engine.state_changed", state=name, reason=reason)
 

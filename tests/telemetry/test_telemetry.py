@@ -193,9 +193,12 @@ def test_violations_of_the_whole_job_are_told_apart_from_this_runs(telemetry: Te
 
 def test_the_engines_life(telemetry: Telemetry, time: Time, events: list[dict[str, Any]]) -> None:
     telemetry.engine_state(State.STARTING)
+    telemetry.engine_waiting("the server is coming up")
+    assert "waiting: the server is coming up" in summary_line(telemetry.snapshot())
     telemetry.epoch_began(EPOCH, continued=True)
     time.now += 5
     telemetry.engine_state(State.BACKOFF, "silence")
+    assert "waiting" not in summary_line(telemetry.snapshot())
     telemetry.engine_restarted("advancing", "nothing came out", requeued=3, delay_s=2.0)
     engine = telemetry.snapshot()["engine"]
     assert (engine["state"], engine["reason"], engine["since"]) == ("BACKOFF", "silence", 1e9 + 105)
@@ -205,6 +208,7 @@ def test_the_engines_life(telemetry: Telemetry, time: Time, events: list[dict[st
     assert b"hsx_samples_requeued_total 3.0" in metrics.render(metrics.registry_of(telemetry))
     assert [event["event"] for event in events] == [
         "engine.state_changed",
+        "engine.waiting",
         "epoch.began",
         "engine.state_changed",
         "engine.restarted",
