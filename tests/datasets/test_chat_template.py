@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hsx.datasets.assistant import EXACT
 from hsx.datasets.placing import TemplateError
-from hsx.datasets.template import EXACT, ChatTemplate, Style
+from hsx.datasets.template import ChatTemplate, Style
 from hsx.datasets.turns import Turn
 from hsx.errors import RunError
 
