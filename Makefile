@@ -54,7 +54,7 @@ demo: setup  ## the main job, end to end: real text, a trained model, the real S
 	$(BIN)/python scripts/demo.py
 
 test: setup-tests  ## all tests, those on the real SGLang included; JOBS at once
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=20
 
 test-systemd: setup setup-sglang setup-system  ## the units under a real systemd, process 1 of namespaces of its own; as root
 	$(BIN)/python -m pytest tests/systemd -n $(JOBS) --dist loadfile --no-loadscope-reorder
