@@ -61,7 +61,7 @@ def test_the_file_must_exist_and_be_toml(tmp_path: Path) -> None:
         (tmp_path / "none.toml", "No such file"),
         (bad, "is not TOML: .*line 1, column 5.*: '\\[job'$"),
         (binary, "is not UTF-8"),
-        (tmp_path, "directory"),
+        (tmp_path, "is a folder; expected a job file$"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             load(path)
