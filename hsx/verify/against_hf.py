@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hsx.stores.group import StoreInfo
-    from hsx.stores.reader import StoredSample
+    from hsx.stores.sample import StoredSample
 
 TOLERANCE: Final = 2.0**-7
 """Twice what rounding to bf16 may do to a row (2^-8): enough for a server that computes in float32 (below 1e-4). One that

@@ -233,10 +233,9 @@ class CpuTrainer(Trainer):  # type: ignore[misc]  # speculators is not there for
         super().setup_model()
 
 
-def train_speculators(data: Path, transfer: Any, out: Path) -> dict[str, Any]:
-    """Trains its EAGLE-3 model with its loaders, its loop and its loss; returns what the model was fed, and the losses."""
-    torch.manual_seed(0)
-    layer = LlamaConfig(
+def draft_layer(**more: Any) -> LlamaConfig:
+    """One layer as wide as the store's states; both trainers' drafts are made of it."""
+    return LlamaConfig(
         hidden_size=WIDTH,
         intermediate_size=64,
         num_hidden_layers=1,
@@ -244,7 +243,14 @@ def train_speculators(data: Path, transfer: Any, out: Path) -> dict[str, Any]:
         num_key_value_heads=2,
         vocab_size=VOCAB,
         max_position_embeddings=TRAINED,
+        **more,
     )
+
+
+def train_speculators(data: Path, transfer: Any, out: Path) -> dict[str, Any]:
+    """Trains its EAGLE-3 model with its loaders, its loop and its loss; returns what the model was fed, and the losses."""
+    torch.manual_seed(0)
+    layer = draft_layer()
     layer._attn_implementation = "eager"
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
     proposal = GreedyTokenProposalConfig(speculative_tokens=3)
@@ -336,17 +342,7 @@ def train_specforge(store: Path, out: Path) -> None:
 
 def _teach(batches: list[TrainBatch], out: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        draft_vocab_size=DRAFT,
-        max_position_embeddings=TRAINED,
-        pad_token_id=0,
-    )
+    config = draft_layer(draft_vocab_size=DRAFT, pad_token_id=0)
     draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
     draft.load_vocab_mapping(str(out / "specforge" / "vocab_mapping" / "vocab_mapping.pt"))
     draft.freeze_embedding()
