@@ -7,7 +7,7 @@ observer hears why and what to free, the disks are looked at every few seconds, 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hsx.core.amounts import in_words
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POLL_S: Final = 2.0
 """How long between two looks at disks that have no room."""
 REFUSED_S: Final = 30.0
-"""A root that answers ENOSPC against its own word (a quota, no inodes) is left alone for so long, or until it has more room."""
+"""A root that answers ENOSPC against its own word (a quota, no inodes) is left alone for so long, or until it has room for one more shard."""
 PATIENCE_S: Final = 5.0
 """A root that does not say for so long how much room it has takes nothing new until it does: its mount hangs."""
 SLACK_BYTES: Final = 1 << 16
@@ -70,6 +70,7 @@ class _Refusal:
 
     at: float
     free: int
+    wanted: int
     message: str
 
 
@@ -178,15 +179,21 @@ class Space:
         self._speeds[name].wrote(nbytes, seconds)
         self._refusals.pop(name, None)
 
-    def failed(self, name: str, error: RunError) -> None:
-        """A root answered with an error. For want of room it is left alone for a while; otherwise it is out of service."""
+    def failed(self, name: str, error: RunError, wanted: int = 1) -> None:
+        """A root answered with an error. For want of room it is left alone for a while; otherwise it is out of service.
+
+        Args:
+            name: the root.
+            error: what it answered.
+            wanted: bytes that it had no room for: with so many more free than now it is tried again before that while is over.
+        """
         if name in self.lost:
             return
         if error.kind != "roots_full":
             self.lost[name] = error
             self._observer.root_lost(name, error.kind, error.message)
         elif name not in self._refusals:
-            self._refusals[name] = _Refusal(self._clock.monotonic(), -1, error.message)
+            self._refusals[name] = _Refusal(self._clock.monotonic(), -1, wanted, error.message)
             self._observer.error_met(error.kind, error.message)
         self._stir()
 
@@ -264,8 +271,8 @@ class Space:
         if refusal is None:
             return False
         if refusal.free < 0:  # the first look since
-            self._refusals[name] = _Refusal(refusal.at, free, refusal.message)
-        elif free > refusal.free or self._clock.monotonic() - refusal.at >= REFUSED_S:
+            self._refusals[name] = replace(refusal, free=free)
+        elif free >= refusal.free + refusal.wanted or self._clock.monotonic() - refusal.at >= REFUSED_S:
             del self._refusals[name]
             return False
         return True

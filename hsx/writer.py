@@ -106,7 +106,7 @@ class Writer:
             # The thread reads the mapping: a cancelled caller must not drop it before the thread is done.
             receipt, seconds = await _finish(write)
         except RunError as error:
-            self._space.failed(name, error)
+            self._space.failed(name, error, wanted=booking.size)
             return None
         finally:
             self._space.release(booking)

@@ -105,7 +105,9 @@ def test_a_disk_fails_in_the_run(tmp_path: Path, shared_server: RunningServer, r
     with sound, WAYS[reason](job.loaded.roots[1].path, tmp_path / "beside") as (fail, put_back):
         errors = run_until_it_fails(job, shared_server, fail)
         told = committed_rows(job.loaded)
-        assert len([error for error in errors if "root b" in error and reason in error]) == 1, errors
+        of_b = [error for error in errors if "root b" in error and reason in error]
+        # One that is full is tried again after half a minute, which a busy machine may need for the rest of the job.
+        assert len(of_b) >= 1 if reason == "ENOSPC" else len(of_b) == 1, errors
         assert {row.root for row in told.values() if row.index < BEFORE} == {"a", "b"}
         assert {row.root for row in told.values() if row.index >= BEFORE} == {"a"}
         put_back()

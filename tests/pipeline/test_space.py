@@ -126,12 +126,15 @@ def test_a_root_that_refuses_against_its_own_word_is_tried_again_later() -> None
         await bench.space.place(booking)
         assert bench.clock.monotonic() - began >= REFUSED_S
         assert [error["kind"] for error in bench.telemetry.snapshot()["last_errors"]] == ["roots_full", "roots_full"]
-        # With more room than it had then it is tried at once.
-        bench.space.failed("a", RunError("roots_full", "root a: no space (EDQUOT)"))
+        # With room for one more than it had then it is tried at once; with less it is not, whatever comes and goes there.
+        bench.space.failed("a", RunError("roots_full", "root a: no space (EDQUOT)"), wanted=100)
         waiting = asyncio.create_task(bench.space.place(booking))
         await asyncio.sleep(2 * POLL_S)
         assert bench.state("a") == "refusing"
         assert "a answers ENOSPC with 1 kB free" in bench.pauses[0]
+        bench.roots["a"].size += 99
+        await asyncio.sleep(2 * POLL_S)
+        assert bench.state("a") == "refusing"
         bench.roots["a"].size += 1
         began = bench.clock.monotonic()
         await waiting
