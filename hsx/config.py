@@ -194,6 +194,9 @@ class Storage(Section, frozen=True, kw_only=True):
     codec: Literal["none", "blosc", "zstd"] = "none"
     """Compression of the inner chunks: `blosc` (lz4, bitshuffle) or `zstd`; about a fifth less bytes for two to three times the
     processor time. Fixed at the first run."""
+    chunk_tokens: Literal[8, 16, 32, 64, 128, 256] = 64
+    """Tokens of an inner chunk, the least that is read and checked by itself; a shard is filled up to a multiple. Fewer
+    take less room where samples are short, as `hsx plan` shows, and more processor time a GB. Fixed at the first run."""
     tokens: Literal["all", "loss"] = "all"
     """Which tokens' states are stored. `loss`: those where the loss mask is set, and `context` tokens on either side; ids and
     loss mask stay whole. All are captured and proved, whatever is stored. Fixed at the first run."""

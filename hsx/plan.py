@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from hsx.core.dump import ID_BYTES
-from hsx.core.layout import PAGE, StoreLayout, round_up
+from hsx.core.layout import CHUNK_TOKENS, LEAST_CHUNK_TOKENS, PAGE, StoreLayout, round_up
 from hsx.core.placement import Shares
 from hsx.core.spec import CaptureSpec, bytes_per_token
 from hsx.index import bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -84,6 +84,8 @@ class Plan:
         shared: further samples, in none of these numbers, whose prompts are identical with another one's: they take nothing.
         shared_tokens: their tokens, which are not prefilled.
         shared_bytes: what their shard files would take.
+        chunk_tokens: tokens of an inner chunk; a shard is filled up to a multiple.
+        smaller_chunks: shard files of all samples with fewer, by how many; only those that take less.
     """
 
     samples: int
@@ -106,6 +108,8 @@ class Plan:
     shared: int = 0
     shared_tokens: int = 0
     shared_bytes: int = 0
+    chunk_tokens: int = CHUNK_TOKENS
+    smaller_chunks: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -160,6 +164,7 @@ def plan(
     rate_source: str = "",
     codec: str = "none",
     dtype: str = "bf16",
+    chunk_tokens: int = CHUNK_TOKENS,
     rows: NDArray[np.int64] | None = None,
     shared: NDArray[np.int64] | None = None,
     shared_rows: NDArray[np.int64] | None = None,
@@ -177,12 +182,15 @@ def plan(
         rate_source: `given` or `measured`.
         codec: `storage.codec`.
         dtype: `storage.dtype`.
+        chunk_tokens: `storage.chunk_tokens`.
         rows: int64 [samples], tokens of each sample that are stored; None: all.
         shared: tokens of the samples that are committed with another one, whose prompt is the same; not among `lengths`.
         shared_rows: those of them that would be stored; None: all.
     """
     longest = int(lengths.max())
-    layout = StoreLayout(len(lengths), longest, capture.states, hidden_size, codec=codec, dtype=dtype)
+    layout = StoreLayout(
+        len(lengths), longest, capture.states, hidden_size, chunk_tokens=chunk_tokens, codec=codec, dtype=dtype
+    )
     stored = lengths if rows is None else rows
     shards = _shards(layout, stored)
     saved = np.empty(0, np.int64) if shared is None else shared
@@ -199,6 +207,8 @@ def plan(
         bytes_per_token=token_bytes,
         payload_bytes=int(stored.sum()) * token_bytes,
         file_bytes=sum(shards),
+        chunk_tokens=chunk_tokens,
+        smaller_chunks=_smaller_chunks(layout, stored),
         roots=placed,
         unplaced=unplaced,
         # a page of header, the states, and the ids, on whole pages of the tmpfs
@@ -215,11 +225,36 @@ def plan(
 
 
 def _shards(layout: StoreLayout, lengths: NDArray[np.int64]) -> list[int]:
-    """Size of each shard file: it depends on its number of inner chunks alone; a whole last chunk would pass the longest."""
+    """Size of each shard file: it depends on its number of inner chunks alone."""
     chunks = -(-lengths // layout.chunk_tokens)
-    most = layout.max_tokens
-    sizes = {count: layout.file_bytes(min(count * layout.chunk_tokens, most)) for count in np.unique(chunks).tolist()}
+    sizes = {count: _shard(layout, count) for count in np.unique(chunks).tolist()}
     return [sizes[count] for count in chunks.tolist()]
+
+
+def _shard(layout: StoreLayout, chunks: int) -> int:
+    return layout.file_bytes(min(chunks * layout.chunk_tokens, layout.max_tokens))  # a whole last one would pass the longest
+
+
+def _total(layout: StoreLayout, lengths: NDArray[np.int64]) -> int:
+    """Bytes of all shard files."""
+    chunks, counts = np.unique(-(-lengths // layout.chunk_tokens), return_counts=True)
+    return sum(_shard(layout, each) * count for each, count in zip(chunks.tolist(), counts.tolist(), strict=True))
+
+
+def _smaller_chunks(layout: StoreLayout, lengths: NDArray[np.int64]) -> dict[int, int]:
+    """Bytes of all shards with fewer tokens to an inner chunk, by how many, as long as fewer take less.
+
+    None with a codec, which leaves next to nothing of the fill.
+    """
+    found: dict[int, int] = {}
+    least, chunk_tokens = _total(layout, lengths), layout.chunk_tokens // 2
+    while chunk_tokens >= LEAST_CHUNK_TOKENS and layout.codec == "none":
+        nbytes = _total(replace(layout, chunk_tokens=chunk_tokens), lengths)
+        if nbytes >= least:
+            break
+        found[chunk_tokens] = least = nbytes
+        chunk_tokens //= 2
+    return found
 
 
 def _place(roots: Sequence[RootSpace], shards: list[int]) -> tuple[tuple[RootPlan, ...], int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hsx.core.fingerprint import changes
-from hsx.core.layout import CHUNK_TOKENS, StoreLayout
+from hsx.core.layout import StoreLayout
 from hsx.datasets import longest_allowed, open_dataset, open_source
 from hsx.errors import RunError
 from hsx.index import build_index, recorded_bad_rows
@@ -72,7 +72,7 @@ def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> di
         "capture.layers": str(list(config.capture.layers)),
         "capture.final": config.capture.final,
         "store.format": REDUCED_FORMAT if _less(config.storage) else FORMAT,
-        "store.chunk_tokens": str(CHUNK_TOKENS),
+        "store.chunk_tokens": str(config.storage.chunk_tokens),
         "storage.codec": config.storage.codec,
         **_less(config.storage),
     }
@@ -92,6 +92,7 @@ def store_layout(loaded: LoadedConfig, samples: TokenTable, shape: ModelShape) -
         int(samples.lengths.max()),
         loaded.spec.states,
         shape.hidden_size,
+        chunk_tokens=storage.chunk_tokens,
         codec=storage.codec,
         kept=storage.tokens,
         context=storage.context if storage.tokens != "all" else 0,

@@ -83,8 +83,8 @@ class Payload:
         sequence: the dump's capture number.
         input_ids: int32 [tokens], the sample's ids.
         states: bf16 bits, uint16 [tokens, L, H], C-contiguous; page-aligned for the best speed. Neither changed nor kept.
-        crcs: crc32c of the rows of each inner chunk, in order, taken when the states were judged; empty: to be reckoned. The
-            last one covers the real rows alone.
+        crcs: crc32c of the rows of each inner chunk of the store, in order, taken when the states were judged; empty: to be
+            reckoned. The last one covers the real rows alone.
         source: (descriptor, offset) of the file that `states` is a mapping of, for copies within the kernel; None: not known.
         kept: positions of the tokens that the store keeps, rising, int64 [rows], at least one; None: all. `states` are whole.
     """

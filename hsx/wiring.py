@@ -83,13 +83,13 @@ class Outside:
         client: speaks to the server; closed by the run.
         owner: starts and stops it.
         clock: monotonic time.
-        measure: measures a dump's tensors, (states, ids recorded, ids expected).
+        measure: measures a dump's tensors, (states, ids recorded, ids expected, tokens of an inner chunk).
     """
 
     client: EngineClient
     owner: EngineOwner
     clock: Clock = field(default_factory=SystemClock)
-    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32]], Content] = measure
+    measure: Callable[[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int32], int], Content] = measure
 
 
 class Wiring:
@@ -137,7 +137,8 @@ class Wiring:
         self._kept = kept_of(job.samples, store.layout)
         self.client = outside.client
         self._owner = outside.owner
-        self._measure = outside.measure
+        chunk_tokens = store.layout.chunk_tokens
+        self._measure = lambda states, ids, expected: outside.measure(states, ids, expected, chunk_tokens)
         self.dumps = DumpDirectory(loaded.dump_dir, process_alive)
         self._outstanding = Outstanding(ledger.run)
         self.space = Space(roots, self._roots_settings(roots), clock, telemetry)

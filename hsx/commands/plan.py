@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from hsx.stores.codec_sample import CodecTrial
 
 BAD_ROWS_SHOWN = 20
+NOTABLE = 0.05
+"""From what share of the shards' bytes on smaller inner chunks are spoken of."""
+WORTH = 0.75
+"""They are halved as long as less than this of what could be saved is."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         rate_source="given" if args.rate else "measured",
         codec=loaded.config.storage.codec,
         dtype=loaded.config.storage.dtype,
+        chunk_tokens=loaded.config.storage.chunk_tokens,
         rows=left.rows,
         shared=left.shared,
         shared_rows=left.shared_rows,
@@ -199,6 +204,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
         f"tokens     {result.tokens}" + _stored(result),
         f"payload    {_size(result.payload_bytes)}",
         f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
+        *([] if counts else _smaller_chunks(result)),  # they are fixed from the first run on
         *_shared(result),
         f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
     ]
@@ -213,6 +219,22 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
     lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
     return "\n".join(lines)
+
+
+def _smaller_chunks(result: Plan) -> list[str]:
+    """With how many tokens to an inner chunk shards would be smaller, where that is worth a word."""
+    if not result.smaller_chunks:
+        return []
+    most = result.file_bytes - min(result.smaller_chunks.values())
+    # Each halving costs processor time: the first that has most of what there is to be had.
+    fewer, nbytes = next(item for item in result.smaller_chunks.items() if result.file_bytes - item[1] >= WORTH * most)
+    saved = 1 - nbytes / result.file_bytes
+    if saved < NOTABLE:
+        return []
+    return [
+        f"chunks     of {result.chunk_tokens} tokens, to which each shard is filled up: with storage.chunk_tokens = {fewer} "
+        f"they would take {_size(nbytes)}, {saved:.0%} less"
+    ]
 
 
 def _shared(result: Plan) -> list[str]:

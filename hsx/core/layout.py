@@ -23,6 +23,8 @@ from hsx.core.spec import BF16_BYTES
 
 PAGE: Final = 4096
 CHUNK_TOKENS: Final = 64
+"""Tokens of an inner chunk, unless a store has others (`storage.chunk_tokens`)."""
+LEAST_CHUNK_TOKENS: Final = 8
 CRC_BYTES: Final = 4
 ENTRY_BYTES: Final = 16
 MISSING: Final = 2**64 - 1

@@ -28,18 +28,24 @@ _BLOCK_BYTES = 1 << 19
 interpreter lock for as long as it reads a block."""
 
 
-def measure(states: NDArray[np.uint16], input_ids: NDArray[np.int32], expected_ids: NDArray[np.int32]) -> Content:
+def measure(
+    states: NDArray[np.uint16],
+    input_ids: NDArray[np.int32],
+    expected_ids: NDArray[np.int32],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Content:
     """Measures a dump against its sample.
 
     Args:
         states: bf16 bits, [tokens, L, H].
         input_ids: the ids recorded beside them, [tokens].
         expected_ids: the sample's ids.
+        chunk_tokens: tokens that each checksum covers, those of an inner chunk of the store.
 
     Returns:
         The facts for `hsx.core.invariants.judge_dump`.
     """
-    rows = _look_at_rows(np.ascontiguousarray(states))
+    rows = _look_at_rows(np.ascontiguousarray(states), chunk_tokens)
     return Content(
         ids_differ_at=_first_difference(input_ids, expected_ids),
         ids_all_equal=bool((expected_ids == expected_ids[:1]).all()),
@@ -64,15 +70,15 @@ class _Rows:
     crcs: list[int] = field(default_factory=list)
 
 
-def _look_at_rows(states: NDArray[np.uint16]) -> _Rows:
+def _look_at_rows(states: NDArray[np.uint16], chunk_tokens: int) -> _Rows:
     tokens, layers, width = states.shape
     row_bytes = layers * width * 2
     step = max(1, _BLOCK_BYTES // row_bytes)
     signed = states.view(np.int16)
     raw = states.reshape(-1).view(np.uint8)
     found = _Rows()
-    for chunk in range(0, tokens, CHUNK_TOKENS):
-        end = min(chunk + CHUNK_TOKENS, tokens)
+    for chunk in range(0, tokens, chunk_tokens):
+        end = min(chunk + chunk_tokens, tokens)
         crc = 0
         for start in range(chunk, end, step):
             stop = min(start + step, end)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.core.layout import CHUNK_TOKENS
 from hsx.errors import SampleError
 from hsx.stores.checksum import crc32c
 from hsx.stores.fp8 import dequantise, quantise
@@ -38,11 +37,11 @@ def reduced_chunks(payload: Payload, layout: StoreLayout) -> Iterator[NDArray[np
     kept = np.arange(len(payload.states)) if payload.kept is None else payload.kept
     out = np.empty((layout.chunk_tokens, layout.states, layout.row_bytes), np.uint8)
     filled = 0
-    for number, first in enumerate(range(0, len(payload.states), CHUNK_TOKENS)):
-        low, high = np.searchsorted(kept, (first, first + CHUNK_TOKENS)).tolist()
+    for number, first in enumerate(range(0, len(payload.states), layout.chunk_tokens)):
+        low, high = np.searchsorted(kept, (first, first + layout.chunk_tokens)).tolist()
         if low == high:
             continue
-        source = _judged(payload, number)
+        source = _judged(payload, number, layout.chunk_tokens)
         wanted = kept[low:high] - first
         while wanted.size:
             count = min(layout.chunk_tokens - filled, wanted.size)
@@ -74,9 +73,9 @@ def decode(stored: NDArray[np.uint16], layout: StoreLayout, out: NDArray[np.uint
     return out
 
 
-def _judged(payload: Payload, number: int) -> NDArray[np.uint16]:
+def _judged(payload: Payload, number: int, chunk_tokens: int) -> NDArray[np.uint16]:
     """A copy of an inner chunk of the dump. Raises SampleError where it is not what was judged."""
-    source = np.array(payload.states[number * CHUNK_TOKENS : (number + 1) * CHUNK_TOKENS])
+    source = np.array(payload.states[number * chunk_tokens : (number + 1) * chunk_tokens])
     if payload.crcs:
         crc, judged = crc32c(source.reshape(-1).view(np.uint8)), payload.crcs[number]
         if crc != judged:

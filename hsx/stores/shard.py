@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from hsx.core.crc import combine
-from hsx.core.layout import CHUNK_TOKENS, CRC_BYTES, MISSING, PAGE, StoreLayout, shard_key
+from hsx.core.layout import CRC_BYTES, MISSING, PAGE, StoreLayout, shard_key
 from hsx.core.shard_record import ShardRecord, encode
 from hsx.records import Receipt
 from hsx.stores.checksum import crc32c, crc32c_bytes, ids_digest
@@ -255,6 +255,11 @@ def check_payload(payload: Payload, layout: StoreLayout) -> None:
     if states.shape[1:] != (layout.states, layout.hidden_size) or not 0 <= marker.index < layout.samples:
         raise ValueError(f"sample {marker.index} has states {states.shape}; the store is {layout.shape}")
     layout.check_tokens(states.shape[0])
+    if len(payload.crcs) not in {0, layout.chunks(states.shape[0])}:
+        raise ValueError(
+            f"sample {marker.index} has {len(payload.crcs)} checksums; its {states.shape[0]} tokens are "
+            f"{layout.chunks(states.shape[0])} inner chunks of {layout.chunk_tokens}"
+        )
     kept = payload.kept
     if (kept is not None) != layout.selects:
         raise ValueError(
@@ -307,9 +312,8 @@ def make_record(payload: Payload, store: str, spec: CaptureSpec, layout: StoreLa
 def judged_crcs(payload: Payload, layout: StoreLayout) -> tuple[list[int], int]:
     """The crc32c of each inner chunk's rows, and of all: those of the bytes that were judged, where they are known."""
     chunks = layout.chunks(payload.marker.tokens)
-    given = payload.crcs if layout.chunk_tokens == CHUNK_TOKENS and len(payload.crcs) == chunks else ()
     rows = payload.states.reshape(-1).view(np.uint8)
-    crcs = list(given) or [crc32c(rows[at : at + layout.chunk_bytes]) for at in range(0, rows.size, layout.chunk_bytes)]
+    crcs = list(payload.crcs) or [crc32c(rows[at : at + layout.chunk_bytes]) for at in range(0, rows.size, layout.chunk_bytes)]
     crc = crcs[0]
     for chunk in range(1, chunks):
         crc = combine(crc, crcs[chunk], min(layout.chunk_bytes, rows.size - chunk * layout.chunk_bytes))

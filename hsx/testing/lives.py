@@ -102,7 +102,9 @@ def write_server(path: Path, server: SimulatedServer) -> None:
     path.write_bytes(pickle.dumps(server))
 
 
-def sees_nothing(states: NDArray[np.uint16], input_ids: NDArray[np.int32], expected_ids: NDArray[np.int32]) -> Content:
+def sees_nothing(
+    states: NDArray[np.uint16], input_ids: NDArray[np.int32], expected_ids: NDArray[np.int32], chunk_tokens: int
+) -> Content:
     """A measure that finds every dump sound, whatever it holds: with it, the invariants prove nothing."""
     return Content(
         ids_differ_at=None,

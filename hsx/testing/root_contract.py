@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 
-from hsx.core.layout import PAGE, StoreLayout, shard_key
+from hsx.core.layout import CHUNK_TOKENS, PAGE, StoreLayout, shard_key
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
@@ -79,7 +79,7 @@ def make(
 ) -> Made:
     """An empty store in `folder/store`, and its root `folder/a`, an existing or new folder.
 
-    `less` is for the layout, of a store that keeps less; `how` is for `attach_roots`.
+    `less` is for the layout, where the store keeps less or has other inner chunks; `how` is for `attach_roots`.
     """
     layout = StoreLayout(SAMPLES, max(LENGTHS), SPEC.states, hidden_size, codec=codec, **(less or {}))
     (folder / "a").mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def make(
     return Made(info, root, root.folder)
 
 
-def as_dump(states: NDArray[np.uint16], folder: Path, index: int = 0) -> Payload:
+def as_dump(states: NDArray[np.uint16], folder: Path, index: int = 0, chunk_tokens: int = CHUNK_TOKENS) -> Payload:
     """The payload of a dump that was judged: states in a file's mapping, their checksums, and the file for the kernel."""
     tokens = len(states)
     path = folder / f"dump-{index}"
@@ -96,7 +96,7 @@ def as_dump(states: NDArray[np.uint16], folder: Path, index: int = 0) -> Payload
     mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     mapped = np.frombuffer(mapping, np.uint16, states.size, PAGE).reshape(states.shape)
     ids = np.arange(tokens, dtype=np.int32)[::-1].copy()
-    crcs = measure(mapped, ids, ids).crcs
+    crcs = measure(mapped, ids, ids, chunk_tokens).crcs
     return Payload(Marker(RUN, index, 1, tokens), EPOCH, 7, ids, mapped, crcs, (fd, PAGE))
 
 
@@ -131,7 +131,7 @@ class RootContract:
         """Mapped states with checksums and a file behind them give the same shard as the same states alone."""
         layout = made.info.layout
         states = random_bits(np.random.default_rng(tokens), tokens, layout.states, layout.hidden_size)
-        judged = as_dump(states, tmp_path)
+        judged = as_dump(states, tmp_path, chunk_tokens=layout.chunk_tokens)
         receipt = made.root.write(judged)
         assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
         with ShardFile(made.shard(), layout, tokens, owner=(made.info.store_id, 0)) as shard:
@@ -143,7 +143,7 @@ class RootContract:
         """What is committed is what was judged; other bytes are found by whoever proves the shard."""
         layout = made.info.layout
         states = random_states(np.random.default_rng(4), 100, layout.states, layout.hidden_size)
-        judged = as_dump(states, tmp_path)
+        judged = as_dump(states, tmp_path, chunk_tokens=layout.chunk_tokens)
         changed = states.copy()
         changed[70, 0, 0] ^= 1
         receipt = made.root.write(replace(judged, states=changed, source=None))
@@ -158,7 +158,9 @@ class RootContract:
     def test_the_shard_says_whose_it_is(self, made: Made, tmp_path: Path) -> None:
         """Its record has all that a lost ledger would need."""
         layout = made.info.layout
-        judged = as_dump(random_states(np.random.default_rng(0), 70, layout.states, layout.hidden_size), tmp_path, 3)
+        judged = as_dump(
+            random_states(np.random.default_rng(0), 70, layout.states, layout.hidden_size), tmp_path, 3, layout.chunk_tokens
+        )
         receipt = made.root.write(judged)
         record = read_record(made.shard(3), layout)
         assert (record.store, record.index, record.marker) == (made.info.store_id, 3, str(judged.marker))
@@ -261,7 +263,7 @@ class ReducedRootContract:
         layout, rng = made.info.layout, np.random.default_rng(tokens)
         states = random_states(rng, tokens, layout.states, layout.hidden_size)
         kept = np.union1d(np.flatnonzero(rng.random(tokens) < 0.3), [tokens - 1]) if layout.selects else None
-        dump = replace(as_dump(states, tmp_path, index), kept=kept)
+        dump = replace(as_dump(states, tmp_path, index, layout.chunk_tokens), kept=kept)
         return dump, made.root.write(dump)
 
     @pytest.mark.parametrize("tokens", LENGTHS)
@@ -313,11 +315,11 @@ class ReducedRootContract:
         layout = made.info.layout
         states = random_states(np.random.default_rng(4), 100, layout.states, layout.hidden_size)
         kept = np.array([3, 70, 99]) if layout.selects else None
-        judged = replace(as_dump(states, tmp_path), kept=kept)
+        judged = replace(as_dump(states, tmp_path, chunk_tokens=layout.chunk_tokens), kept=kept)
         changed = states.copy()
         changed[71, 0, 0] ^= 1
         before = made.names()
-        with pytest.raises(SampleError, match="chunk 1 of the dump") as error:
+        with pytest.raises(SampleError, match=f"chunk {71 // layout.chunk_tokens} of the dump") as error:
             made.root.write(replace(judged, states=changed, source=None))
         assert error.value.kind == "dump_invalid"
         assert made.names() == before
@@ -326,7 +328,7 @@ class ReducedRootContract:
         """Before anything is written."""
         layout = made.info.layout
         states = random_states(np.random.default_rng(4), 10, layout.states, layout.hidden_size)
-        dump = as_dump(states, tmp_path)
+        dump = as_dump(states, tmp_path, chunk_tokens=layout.chunk_tokens)
         before = made.names()
         wrong = [np.array(kept) for kept in ([], [-1, 2], [2, 10], [3, 3], [4, 1])] if layout.selects else [np.array([1])]
         for kept in [*wrong, *([None] if layout.selects else [])]:

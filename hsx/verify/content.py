@@ -9,7 +9,6 @@ import numpy as np
 
 from hsx.core.crc import combine
 from hsx.core.invariants import Content
-from hsx.core.layout import CHUNK_TOKENS
 from hsx.dumps.measure import measure
 
 if TYPE_CHECKING:
@@ -23,9 +22,11 @@ class ContentJudge:
 
     Args:
         states: L.
+        chunk_tokens: tokens of an inner chunk.
     """
 
-    def __init__(self, states: int) -> None:
+    def __init__(self, states: int, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
         self._tokens = 0
         self._payload = 0
         self._nonfinite = self._zeros = 0
@@ -40,10 +41,10 @@ class ContentJudge:
 
         Returns the crc32c of the rows of each inner chunk.
         """
-        found = measure(rows, _NO_IDS, _NO_IDS)
+        found = measure(rows, _NO_IDS, _NO_IDS, self._chunk_tokens)
         row_bytes = rows[0].nbytes
         for number, crc in enumerate(found.crcs):
-            size = min(len(rows) - number * CHUNK_TOKENS, CHUNK_TOKENS) * row_bytes
+            size = min(len(rows) - number * self._chunk_tokens, self._chunk_tokens) * row_bytes
             self._payload = combine(self._payload, crc, size)
         self._nonfinite += found.nonfinite
         self._zeros += found.zero_rows

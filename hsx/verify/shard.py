@@ -233,7 +233,7 @@ class ShardProver:
     ) -> tuple[int, list[Finding]]:
         """The crc32c of the payload, and the content invariants that do not hold. Raises ShardError, Stopped."""
         layout, tokens = self._layout, shard.rows
-        content = ContentJudge(layout.states)
+        content = ContentJudge(layout.states, layout.chunk_tokens)
         payload = 0
         end = layout.chunks(tokens) * layout.chunk_tokens
         for start in range(0, end, self._step):

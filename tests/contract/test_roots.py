@@ -55,6 +55,16 @@ class TestShardRootOnTmpfs(RootContract):
         folder.rmdir()
 
 
+class TestShardRootWithOtherChunks(RootContract):
+    """Inner chunks of other than 64 tokens."""
+
+    @pytest.fixture(params=itertools.product([8, 32, 256], [7, 96]))
+    def made(self, tmp_path: Path, request: pytest.FixtureRequest) -> Made:
+        """Widths as above."""
+        chunk_tokens, hidden_size = request.param
+        return make(tmp_path, hidden_size, less={"chunk_tokens": chunk_tokens})
+
+
 class TestCompressedRoot(RootContract):
     """With a codec."""
 

@@ -83,9 +83,10 @@ def test_agrees_with_float_arithmetic_on_arbitrary_bits(seed: int, tokens: int, 
     assert found.equal_states == expected
 
 
+@pytest.mark.parametrize("chunk_tokens", [8, CHUNK_TOKENS, 128])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 5), (64, 16), (65, 16), (150, 3000), (3, 200_000)])
-def test_checksums_are_those_of_the_rows_of_each_inner_chunk(tokens: int, width: int) -> None:
+def test_checksums_are_those_of_the_rows_of_each_inner_chunk(tokens: int, width: int, chunk_tokens: int) -> None:
     bits = np.random.default_rng(tokens).integers(0, 1 << 16, (tokens, 2, width), dtype=np.uint16)
-    found = measure_all(bits, IDS[:tokens], IDS[:tokens]).crcs
-    chunks = [bits[at : at + CHUNK_TOKENS].tobytes() for at in range(0, tokens, CHUNK_TOKENS)]
+    found = measure_all(bits, IDS[:tokens], IDS[:tokens], chunk_tokens).crcs
+    chunks = [bits[at : at + chunk_tokens].tobytes() for at in range(0, tokens, chunk_tokens)]
     assert found == tuple(google_crc32c.value(chunk) for chunk in chunks)

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 LOSS: Final[dict[str, Any]] = {"kept": "loss", "context": 2}
 FP8: Final[dict[str, Any]] = {"dtype": "fp8_e4m3"}
-NAMES: Final = ["loss", "fp8", "both"]
+CHUNKS: Final[dict[str, Any]] = {"chunk_tokens": 16}
+NAMES: Final = ["loss", "fp8", "both", "both-16"]
 
 
 class TestShardRoot(ReducedRootContract):
     """hsx's own writer."""
 
-    @pytest.fixture(params=[LOSS, FP8, LOSS | FP8], ids=NAMES)
+    @pytest.fixture(params=[LOSS, FP8, LOSS | FP8, LOSS | FP8 | CHUNKS], ids=NAMES)
     def made(self, tmp_path: Path, request: pytest.FixtureRequest) -> Made:
         """Each way of keeping less."""
         return make(tmp_path, 32, less=request.param)

@@ -1,4 +1,4 @@
-"""Whole runs with each way of storing: the truth is stored, shards say whose they are, and the choice of a codec stays."""
+"""Whole runs with each way of storing: the truth is stored, shards say whose they are, and what is fixed stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    "storage", [{}, {"codec": "zstd", "durability": "relaxed"}, {"codec": "blosc", "writer": "zarr"}, {"writer": "zarr"}]
+    "storage",
+    [
+        {},
+        {"codec": "zstd", "durability": "relaxed"},
+        {"codec": "blosc", "writer": "zarr"},
+        {"writer": "zarr", "chunk_tokens": 16},
+        {"chunk_tokens": 8},
+        {"chunk_tokens": 8, "dtype": "fp8_e4m3"},
+    ],
 )
 async def test_a_run_stores_the_truth(job_of: Callable[..., TinyJob], storage: dict[str, Any]) -> None:
     job = job_of(samples=6, storage=storage)
@@ -36,6 +44,7 @@ async def test_a_run_stores_the_truth(job_of: Callable[..., TinyJob], storage: d
     assert damages(job.loaded) == []
     info, store = open_store(job.loaded.store), Store(job.loaded.store)
     assert info.layout.codec == storage.get("codec", "none")
+    assert info.layout.chunk_tokens == storage.get("chunk_tokens", 64)
     for index, row in committed_rows(job.loaded).items():
         record = read_record(info.folder(row.root) / f"c.{index}.0.0.0", info.layout)
         assert (record.store, record.index, record.marker, record.epoch) == (info.store_id, index, row.marker, row.epoch)
@@ -43,8 +52,17 @@ async def test_a_run_stores_the_truth(job_of: Callable[..., TinyJob], storage: d
         assert record.ids == ids_digest(store.input_ids_numpy(index))
 
 
-def test_a_job_keeps_its_codec(tmp_path: Path) -> None:
-    prepare(load(write_job(tmp_path, {"storage": {"codec": "zstd"}})), lambda _rows, _tokens: None)
-    with pytest.raises(RunError, match=r"storage\.codec") as error:
-        prepare(load(write_job(tmp_path, {"storage": {"codec": "blosc"}})), lambda _rows, _tokens: None)
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"codec": "zstd"}, {"codec": "blosc"}, r"storage\.codec"),
+        ({}, {"chunk_tokens": 32}, r"store\.chunk_tokens: the job was started with '64', now it is '32'"),
+    ],
+)
+def test_a_job_keeps_what_its_store_was_made_with(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], told: str
+) -> None:
+    prepare(load(write_job(tmp_path, {"storage": before})), lambda _rows, _tokens: None)
+    with pytest.raises(RunError, match=told) as error:
+        prepare(load(write_job(tmp_path, {"storage": after})), lambda _rows, _tokens: None)
     assert error.value.kind == "job_changed"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsx.commands.plan import describe
 from hsx.core.layout import StoreLayout
 from hsx.core.placement import RootSpace, Shares
 from hsx.core.spec import CaptureSpec
@@ -94,6 +96,25 @@ def test_plan_is_json() -> None:
     assert document["problems"] == []
     assert document["roots"][0]["name"] == "a"
     assert document["payload_tb"] == 75 * 64 / TB
+
+
+def test_smaller_chunks_are_told_where_they_take_less() -> None:
+    layout = StoreLayout(3, 100, 4, 1024)
+    made = plan(lengths(18, 18, 100), SPEC, 1024, [BIG], 2**30)
+    assert made.chunk_tokens == 64
+    for chunk_tokens, nbytes in made.smaller_chunks.items():
+        smaller = replace(layout, chunk_tokens=chunk_tokens)
+        assert nbytes == 2 * smaller.file_bytes(18) + smaller.file_bytes(100) < made.file_bytes
+    assert list(made.smaller_chunks) == [32, 16, 8]
+    as_made = plan(lengths(18, 18, 100), SPEC, 1024, [BIG], 2**30, chunk_tokens=32)
+    assert as_made.file_bytes == made.smaller_chunks[32]
+    # 16 have most of what there is to be had.
+    saved = f"{1 - made.smaller_chunks[16] / made.file_bytes:.0%} less"
+    assert f"with storage.chunk_tokens = 16 they would take 1.5 MB, {saved}" in describe(made, None)
+    assert "chunk_tokens" not in describe(plan(lengths(1000, 2000), SPEC, 1024, [BIG], 2**30), None)
+    # A codec leaves nothing of the fill, and whole chunks have none.
+    assert plan(lengths(18, 18, 100), SPEC, 1024, [BIG], 2**30, codec="zstd").smaller_chunks == {}
+    assert plan(lengths(64, 128), SPEC, 1024, [BIG], 2**30).smaller_chunks == {}
 
 
 @given(

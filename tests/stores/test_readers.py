@@ -108,7 +108,10 @@ def packages_without_hsx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_documented_recipes_read_without_hsx(built: BuiltStore, packages_without_hsx: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk_tokens", [64, 16])
+def test_documented_recipes_read_without_hsx(packages_without_hsx: Path, tmp_path: Path, chunk_tokens: int) -> None:
+    states = [random_bits(np.random.default_rng(7), tokens, 3, 40) for tokens in LENGTHS]
+    built = build_store(tmp_path, states, roots=["a", "b", "c"], committed=5, chunk_tokens=chunk_tokens)
     program = """
 import importlib.util, json, sys
 sys.path.append(sys.argv[1])
@@ -131,10 +134,10 @@ for name, recipe in json.loads(sys.argv[4]).items():
             assert np.array_equal(np.load(tmp_path / f"{name}-{index}.npy"), built.states[index])
 
 
-@pytest.mark.parametrize("codec", ["none", "blosc", "zstd"])
-def test_the_documented_reader_reads_whatever_is_there(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "chunk_tokens"), [("none", 64), ("none", 8), ("blosc", 64), ("zstd", 128)])
+def test_the_documented_reader_reads_whatever_is_there(tmp_path: Path, codec: str, chunk_tokens: int) -> None:
     states = [random_bits(np.random.default_rng(i), tokens, 3, 40) for i, tokens in enumerate((1, 300, 64, 10))]
-    built = build_store(tmp_path, states, roots=["a", "b"], codec=codec, committed=3)
+    built = build_store(tmp_path, states, roots=["a", "b"], codec=codec, committed=3, chunk_tokens=chunk_tokens)
     found: dict[str, Any] = {"store": str(built.info.path), "index": 1}
     exec(recipes()["a whole reader"], found)
     reader = found["reader"]

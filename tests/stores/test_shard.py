@@ -203,14 +203,25 @@ def test_bytes_that_change_after_they_were_judged_contradict_their_shard(tmp_pat
     assert "chunk 1 has crc32c" in message
 
 
-def test_checksums_of_other_chunks_are_not_taken(tmp_path: Path) -> None:
-    layout = StoreLayout(4, 200, 2, 32, chunk_tokens=16)
+@pytest.mark.parametrize("judged", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [8, 16, 128, 256])
+def test_inner_chunks_have_as_many_tokens_as_the_store_says(tmp_path: Path, chunk_tokens: int, judged: bool) -> None:
+    layout = StoreLayout(4, 200, 2, 32, chunk_tokens=chunk_tokens)
     states = bits(130)
-    payload_of_64 = replace(of(states), crcs=measure(states, of(states).input_ids, of(states).input_ids).crcs)
-    receipt = writer(tmp_path, layout).write(payload_of_64)
+    sample = of(states)
+    crcs = measure(states, sample.input_ids, sample.input_ids, chunk_tokens).crcs if judged else ()
+    receipt = writer(tmp_path, layout).write(replace(sample, crcs=crcs))
     with ShardFile(tmp_path / shard_key(1), layout, 130) as shard:
         assert np.array_equal(shard.read_all()[0], states)
     assert receipt.crc32c == crc32c(states.reshape(-1).view(np.uint8))
+
+
+def test_checksums_of_other_chunks_are_refused(tmp_path: Path) -> None:
+    sample = of(bits(130))
+    of_64 = replace(sample, crcs=measure(sample.states, sample.input_ids, sample.input_ids).crcs)
+    with pytest.raises(ValueError, match="sample 1 has 3 checksums; its 130 tokens are 9 inner chunks of 16"):
+        writer(tmp_path, StoreLayout(4, 200, 2, 32, chunk_tokens=16)).write(of_64)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fill_is_not_read_where_rows_are_proved_without_it(tmp_path: Path) -> None:
