@@ -1,6 +1,7 @@
 """Dump to durable shard, and back, against the tools that others use: ratios, measured in one run.
 
-    python scripts/bench_storage.py [--rounds 3] [--sizes 1,8,64,470] [--no-writers] [--target FOLDER] [--staging FOLDER]
+    python scripts/bench_storage.py [--rounds 3] [--sizes 1,8,64,470] [--chunk-tokens 64] [--no-writers] [--target FOLDER]
+        [--staging FOLDER]
 
 Makes dumps in the staging folder (a tmpfs), for each size of sample, then lets every writer take its turn in each round, in an
 order drawn anew, for whoever comes next is slowed down by what was deleted before (a file system mounted with `discard`); what
@@ -50,7 +51,7 @@ import zarr
 import hsx
 from hsx.core.dump import DumpHeader, encode_header
 from hsx.core.invariants import Evidence, judge_dump
-from hsx.core.layout import StoreLayout
+from hsx.core.layout import CHUNK_TOKENS, StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
@@ -167,7 +168,8 @@ def own(setting: Setting, threads: int) -> None:
     def one(path: Path) -> None:
         dump = MappedDump(path)
         marker = dump.header.marker
-        content = measure(dump.states, dump.input_ids, np.arange(marker.tokens, dtype=np.int32))
+        ids = np.arange(marker.tokens, dtype=np.int32)
+        content = measure(dump.states, dump.input_ids, ids, layout_of(setting).chunk_tokens)
         violation = judge_dump(Evidence(marker, EPOCH, SPEC, HIDDEN_SIZE, dump.header, content))
         assert violation is None, violation
         setting.root.write(Payload(marker, EPOCH, dump.header.sequence, dump.input_ids, dump.states, content.crcs, dump.source))
@@ -349,7 +351,7 @@ def compared(turns: list[tuple[float, float]], theirs: list[tuple[float, float]]
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def prepare(megabytes: int, staging: Path, target: Path) -> Setting:
+def prepare(megabytes: int, staging: Path, target: Path, chunk_tokens: int) -> Setting:
     """Makes the dumps and the store of one size."""
     tokens = min(max(round(megabytes * 1e6 / TOKEN_BYTES), 1), 8192)
     count = COUNTS.get(megabytes, max(round(400 / megabytes), 1))
@@ -360,7 +362,7 @@ def prepare(megabytes: int, staging: Path, target: Path) -> Setting:
             ids = np.arange(tokens, dtype=np.int32)
             table.add(Row(sample_id=str(index), input_ids=ids, loss_mask=np.ones(tokens, np.uint8), line=index + 1))
         table.finish({"sha256": "none"}, {})
-    layout = StoreLayout(count, tokens, SPEC.states, HIDDEN_SIZE)
+    layout = StoreLayout(count, tokens, SPEC.states, HIDDEN_SIZE, chunk_tokens=chunk_tokens)
     info, (root,) = attach_roots(create_store(target / "store", layout, SPEC, {}), {"bench": target / "root"})
     sync_folder(target)
     slow = dumps[: max(round(SLOW_BYTES / (tokens * TOKEN_BYTES)), 1)]
@@ -411,6 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="dump to durable shard, and back, against other tools")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", default="1,8,64,470", help="MB of a sample, comma-separated")
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="tokens of an inner chunk")
     parser.add_argument("--only", default="", help="writers besides cp, comma-separated; default: all")
     parser.add_argument("--no-readers", action="store_true")
     parser.add_argument("--no-writers", action="store_true")
@@ -432,7 +435,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="hsx-bench-", dir=args.staging) as staging,
             tempfile.TemporaryDirectory(prefix="hsx-bench-", dir=args.target) as target,
         ):
-            setting = prepare(megabytes, Path(staging), Path(target))
+            setting = prepare(megabytes, Path(staging), Path(target), args.chunk_tokens)
             direct = setting.root.direct
             if not args.no_writers:
                 writing[str(megabytes)] = bench_size(setting, args.rounds)
@@ -443,6 +446,7 @@ def main() -> None:
         "load_before": load,
         "idle_loop_lag_p99_ms": idle,
         "o_direct": direct,
+        "chunk_tokens": args.chunk_tokens,
         "kernel": platform.release(),
     }
     args.out.write_text(json.dumps({"machine": machine, "writers": writing, "readers": reading}, indent=1) + "\n")

@@ -29,7 +29,7 @@ fi
 rm -f "$stamp" "$folder/absent"
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip install 'zarr>=3.4,<3.5' 'zarrs>=0.2.3' 'tensorstore>=0.1.70' 'google-crc32c>=1.5' 'msgspec>=0.19' 'numcodecs>=0.15'
+pip install 'zarr>=3.4,<3.5' 'zarrs>=0.2.3' 'tensorstore>=0.1.70' 'awscrt>=0.31' 'msgspec>=0.19' 'numcodecs>=0.15'
 pip install --no-deps --editable "$repo"
 echo "$environment" > "$stamp"
 echo "zarr 3.4 with hsx: $folder/bin/python"

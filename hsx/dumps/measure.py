@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, cast
 
-import google_crc32c
 import numpy as np
+from awscrt import checksums
 
 from hsx.core.invariants import Content
 from hsx.core.layout import CHUNK_TOKENS
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITE = np.uint16(0x7F80)
 _BLOCK_BYTES = 1 << 19
-"""Rows are taken in blocks that stay in the processor's cache while they are looked at three times. google_crc32c holds the
-interpreter lock for as long as it reads a block."""
+"""Rows are taken in blocks that stay in the processor's cache while they are looked at three times."""
 
 
 def measure(
@@ -82,7 +81,6 @@ def _look_at_rows(states: NDArray[np.uint16], chunk_tokens: int) -> _Rows:
         crc = 0
         for start in range(chunk, end, step):
             stop = min(start + step, end)
-            # numpy first: it meets the page faults and the slow memory, without the interpreter lock.
             positive = signed[start:stop].max(axis=-1).view(np.uint16)
             largest = np.maximum(positive & _MAGNITUDE, states[start:stop].max(axis=-1) & _MAGNITUDE)
             bad = largest >= _INFINITE
@@ -93,8 +91,7 @@ def _look_at_rows(states: NDArray[np.uint16], chunk_tokens: int) -> _Rows:
             if empty.any():
                 found.zeros += int(empty.sum())
                 found.zero_at = found.zero_at or _first(empty, start)
-            for at in range(start * row_bytes, stop * row_bytes, _BLOCK_BYTES):
-                crc = cast("int", google_crc32c.extend(crc, raw[at : min(at + _BLOCK_BYTES, stop * row_bytes)]))
+            crc = cast("int", checksums.crc32c(raw[start * row_bytes : stop * row_bytes], crc))
         found.crcs.append(crc)
     return found
 

@@ -8,9 +8,8 @@ import secrets
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
-import google_crc32c
-import numpy as np
 import torch
+from awscrt import checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 PARTIAL: Final = ".partial"
 _PIECE: Final = 1 << 20
-"""google_crc32c holds the interpreter lock for as long as it reads a piece."""
+"""So much is written, and then looked at while it is in the processor's cache."""
 _DTYPES: Final = {torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -47,7 +46,7 @@ class CheckedFile:
             except OSError as error:
                 self.failure = error
                 raise
-            self.crc32c = cast("int", google_crc32c.extend(self.crc32c, np.frombuffer(piece, np.uint8)))
+            self.crc32c = cast("int", checksums.crc32c(piece, self.crc32c))
         self.nbytes += len(view)
         return len(view)
 

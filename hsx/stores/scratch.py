@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hsx.core.crc import combine
 from hsx.core.layout import CRC_BYTES, NAN_BITS, PAGE
-from hsx.stores.checksum import crc32c
+from hsx.stores.checksum import combine, crc32c
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

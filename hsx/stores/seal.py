@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
 import numpy as np
 
 from hsx.core.layout import CRC_BYTES
 from hsx.errors import RunError
 from hsx.stores import metadata
+from hsx.stores.checksum import crc32c_bytes
 from hsx.stores.durable import store_error, sync_folder, to_json, write_file, write_json
 from hsx.stores.group import FINAL_NORM, StoreInfo, read_attributes
 from hsx.stores.root import IDENTITY
@@ -270,7 +270,7 @@ def _write_arrays(store: Path, arrays: SealedArrays) -> None:
 
 
 def _with_crc(payload: bytes) -> bytes:
-    return payload + int(google_crc32c.value(payload)).to_bytes(CRC_BYTES, "little")
+    return payload + crc32c_bytes(payload).to_bytes(CRC_BYTES, "little")
 
 
 def _read_vector(folder: Path, dtype: np.dtype[Any], length: int) -> NDArray[Any]:

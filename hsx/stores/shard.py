@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hsx.core.crc import combine
 from hsx.core.layout import CRC_BYTES, MISSING, PAGE, StoreLayout, shard_key
 from hsx.core.shard_record import ShardRecord, encode
 from hsx.records import Receipt
-from hsx.stores.checksum import crc32c, crc32c_bytes, ids_digest
+from hsx.stores.checksum import combine, crc32c, crc32c_bytes, ids_digest
 from hsx.stores.codec import make_codec
 from hsx.stores.durable import root_error, send_all, write_all
 from hsx.stores.reduced import reduced_chunks

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy as np
 
-from hsx.core.crc import combine
 from hsx.core.layout import CRC_BYTES, ENTRY_BYTES, MISSING, StoreLayout
 from hsx.core.shard_record import decode, is_plainly_of
 from hsx.errors import RunError
-from hsx.stores.checksum import crc32c, crc32c_bytes
+from hsx.stores.checksum import combine, crc32c, crc32c_bytes
 from hsx.stores.codec import make_codec
 from hsx.stores.direct_file import DirectFile
 from hsx.stores.page_cache import SMALL, WORTH_WHILE, CachedFile, is_missing

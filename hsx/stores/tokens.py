@@ -16,12 +16,12 @@ import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
 import numpy as np
 
 from hsx.core.layout import CRC_BYTES
 from hsx.errors import RunError
 from hsx.stores import metadata
+from hsx.stores.checksum import crc32c_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ SEPARATOR: Final = "/"
 
 def crc_bytes(payload: bytes) -> bytes:
     """The crc32c of a chunk as its codec stores it."""
-    return int(google_crc32c.value(payload)).to_bytes(CRC_BYTES, "little")
+    return crc32c_bytes(payload).to_bytes(CRC_BYTES, "little")
 
 
 class _Chunk:

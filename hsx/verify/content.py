@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.core.crc import combine
 from hsx.core.invariants import Content
 from hsx.dumps.measure import measure
+from hsx.stores.checksum import combine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

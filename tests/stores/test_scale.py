@@ -40,7 +40,6 @@ store = count("open", lambda: hsx.open(sys.argv[1]))
 count("committed", lambda: store.committed)
 count("one", lambda: store.sample(len(store) // 2))
 count("all", lambda: store.read(range(len(store)), threads=0))
-# One thread, as the store has one root: of several, each may decode the chunk of ids that none has kept yet.
 assert count("verify", lambda: hsx.verify.verify(sys.argv[1], threads=1)).ok
 print(json.dumps(counts))
 """
@@ -63,9 +62,9 @@ def test_opening_looks_at_the_same_files_whatever_their_number(tmp_path: Path) -
     assert few["open"] == more["open"] == many["open"] < 30
     assert few["committed"] == many["committed"] == 1
     assert few["one"] == many["one"]
-    for step in ("all", "verify"):
-        assert many[step] - more[step] == 2 * (more[step] - few[step]), step
-    assert many["all"] - more["all"] == 40
+    assert many["all"] - more["all"] == 2 * (more["all"] - few["all"]) == 40
+    # Of the threads that read for one that verifies, each may open the files of ids and masks that none has kept yet.
+    assert abs(many["verify"] - more["verify"] - 2 * (more["verify"] - few["verify"])) <= 3 * 4 * 4
 
 
 @pytest.mark.slow
