@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hsx"
+NO_FUSION: Final = "--enforce-disable-flashinfer-allreduce-fusion"
+"""SGLang turns it on by itself for many models; see `hsx.capture.fusion`."""
 KEEP_ALIVE_S: Final = "600"
 """How long SGLang keeps an idle connection; hsx itself closes its own after a second."""
 
@@ -53,6 +55,9 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     ("--enable-hicache", "a cached prefix is not computed, so it has no states"),
     ("--enable-lmcache", "a cached prefix is not computed, so it has no states"),
     ("--enable-flexkv", "a cached prefix is not computed, so it has no states"),
+    ("--enable-flashinfer-allreduce-fusion", "layers may be handed out before the ranks' parts are added up"),
+    ("--flashinfer-allreduce-fusion-backend", "layers may be handed out before the ranks' parts are added up"),
+    ("--enable-aiter-allreduce-fusion", "layers may be handed out before the ranks' parts are added up"),
     ("--allow-auto-truncate", "it cuts long prompts silently"),
     ("--encoder-only", "there is no language model to capture"),
     ("--config", "its arguments would escape this check: give them here"),
@@ -120,7 +125,7 @@ class Launch:
 def plan_launch(config: Config, args: Sequence[str], found: Environment) -> Launch:
     """Checks the server's arguments and completes them from the job file.
 
-    Model path, revision, host and port come from the job file where `args` has none.
+    Model path, revision, host and port come from the job file where `args` has none; `NO_FUSION` is added.
 
     Raises:
         RunError: kind `serve_refused`; one line for each argument that is to be changed.
@@ -143,6 +148,8 @@ def plan_launch(config: Config, args: Sequence[str], found: Environment) -> Laun
     for names, value in ((_MODEL, model), (("--revision",), revision), (("--host",), host), (("--port",), port_text)):
         if value and _last(given, names) is None:
             added += [names[0], value]
+    if not reference and NO_FUSION not in {name for name, _ in given}:
+        added.append(NO_FUSION)
     module = "hsx.testing.reference_engine" if reference else "sglang.launch_server"
     return Launch(
         command=(sys.executable, "-m", module, *args, *added),

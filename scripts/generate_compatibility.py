@@ -89,8 +89,9 @@ LIMITS: Final = """\
 ## Limits
 
 - **h_0, `pre_norm`, and the method `norms`** are taken at module calls. Under prefill graphs these do not happen: such a
-  server is refused when it starts, and told `--disable-prefill-cuda-graph`. Where all-reduce and norm are one kernel the
-  dumps fail, and the reason names the norm. Layers that the model hands out are not affected.
+  server is refused when it starts, and told `--disable-prefill-cuda-graph`. Layers that the model hands out are not affected.
+- **All-reduce and norm in one kernel** (tensor parallelism on a GPU): a layer may be handed out before the ranks' parts are
+  added up. `hsx serve` turns it off, and the plugin refuses a server in which it is on.
 - **h_0 of an id whose embedding is all zero** fails `nonzero_rows`.
 - **Qwen3-MoE** cannot be judged on a CPU without AMX: its states are wrong there, without an error (seen: NaN). The
   router's `fused_topk` has no form for such a CPU. Mixtral and others with plain softmax routing take the same way. Their

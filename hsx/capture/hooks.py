@@ -26,6 +26,7 @@ import torch
 from hsx.capture import unrounded
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
+from hsx.capture.fusion import refuse_fusion
 from hsx.capture.graphs import refuse_graphs
 from hsx.capture.model import CaptureRefusedError, choose_layers, divides_final, find_norm, head_multiplier
 from hsx.capture.pool import Pool
@@ -238,6 +239,7 @@ class Hooks:
         taps = Taps(spec, layers, norm, from_norm=from_norm, convert=record.convert)
         if not place.writes:
             return
+        refuse_fusion(runner, spec.layers, place.tp_size)
         refuse_graphs(runner, taps.at_modules)
         # Before the report: whoever sees that finds the state beside it, and a second server reports nothing.
         counter = Counter(self._folder, record.epoch, place.dp_rank)

@@ -227,6 +227,33 @@ def test_states_taken_at_modules_are_refused_under_prefill_graphs(tmp_path: Path
     }
 
 
+def test_ranks_that_may_hand_out_parts_of_a_sum_are_refused(tmp_path: Path, folder: Path) -> None:
+    program = """
+    import json
+    import sglang.srt.distributed.parallel_state as ranks
+    fused = {"flashinfer_allreduce_fusion_backend": "auto"}
+    install("one rank", **fused)
+    ranks.get_attn_tensor_model_parallel_world_size = lambda: 2
+    install("two", **fused)
+    install("of before", flashinfer_allreduce_fusion_backend=None, enable_flashinfer_allreduce_fusion=True)
+    install("on AMD", enable_aiter_allreduce_fusion=True)
+    install("off", flashinfer_allreduce_fusion_backend=None, enable_flashinfer_allreduce_fusion=False)
+    install("unknown")
+    install("h_0 alone", layers=(0,), **fused)
+    (folder / "said").write_text(json.dumps(said))
+    """
+    run(tmp_path, folder, INSTALL + textwrap.dedent(program))
+    said = json.loads((folder / "said").read_text())
+    assert {name for name, reason in said.items() if not reason} == {"one rank", "off", "unknown", "h_0 alone"}
+    why = "all-reduce and norm may be one kernel, and layers may be handed out before the ranks' parts are added up"
+    assert said["two"] == (
+        f"flashinfer_allreduce_fusion_backend is 'auto' with 2 tensor-parallel ranks: {why}: start it with "
+        "--enforce-disable-flashinfer-allreduce-fusion\n"
+    )
+    assert said["of before"].startswith("enable_flashinfer_allreduce_fusion is True with 2")
+    assert said["on AMD"].endswith(f"{why}: start it without --enable-aiter-allreduce-fusion\n")
+
+
 def test_over_nodes_the_only_writer_is_on_the_first(tmp_path: Path, folder: Path) -> None:
     program = """
     import json

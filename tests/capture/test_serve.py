@@ -15,7 +15,7 @@ from hsx.config import Config
 from hsx.core.epoch import record_from_json
 from hsx.engines.process import boot_id, start_ticks
 from hsx.errors import RunError
-from hsx.serve import Environment, Launch, plan_launch, write_record
+from hsx.serve import NO_FUSION, Environment, Launch, plan_launch, write_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def test_what_is_missing_is_added(tmp_path: Path) -> None:
     model = str(tmp_path / "model")
     assert launch.command == (
         *(sys.executable, "-m", "sglang.launch_server", *GOOD),
-        *("--model-path", model, "--revision", "r1", "--host", "127.0.0.1", "--port", "31000"),
+        *("--model-path", model, "--revision", "r1", "--host", "127.0.0.1", "--port", "31000", NO_FUSION),
     )
     assert (launch.model, launch.revision, launch.host, launch.port) == (model, "r1", "127.0.0.1", 31000)
     assert launch.variables == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_TIMEOUT_KEEP_ALIVE": "600"}
@@ -60,6 +60,7 @@ def test_what_is_missing_is_added(tmp_path: Path) -> None:
 def test_what_is_given_stays(tmp_path: Path) -> None:
     model = str(tmp_path / "other" / ".." / "model")
     given = ["--model", model, "--revision=r1", "--host=0.0.0.0", "--port", "5", "--tp-size", "2", "--pp-size", "1", *GOOD]
+    given.append(NO_FUSION)
     launch = plan_launch(config(tmp_path, port=5), given, FIT)
     assert launch.command == (sys.executable, "-m", "sglang.launch_server", *given)
     assert (launch.model, launch.host, launch.port) == (model, "0.0.0.0", 5)
@@ -81,6 +82,12 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         ([*GOOD, "--enable-hierarchical-cache"], "--enable-hierarchical-cache is given; remove it"),
         ([*GOOD, "--enable-pdmux"], "--enable-pdmux is given; remove it"),
         ([*GOOD, "--allow-auto-truncate"], "--allow-auto-truncate is given; remove it: it cuts long prompts silently"),
+        (
+            [*GOOD, "--enable-flashinfer-allreduce-fusion"],
+            "--enable-flashinfer-allreduce-fusion is given",
+        ),
+        ([*GOOD, "--flashinfer-allreduce-fusion-backend=trtllm"], "--flashinfer-allreduce-fusion-backend is given; remove it"),
+        ([*GOOD, "--enable-aiter-allreduce-fusion"], "--enable-aiter-allreduce-fusion is given; remove it"),
         ([*GOOD, "--is-embedding"], "--is-embedding is given; remove it"),
         ([*GOOD, "--config", "a.yaml"], "--config is given; remove it"),
         ([*GOOD, "--pp", "2"], "--pp is short for --pp-size; write names in full"),
@@ -103,7 +110,7 @@ def test_refused_arguments(tmp_path: Path, args: list[str], message: str) -> Non
 
 @pytest.mark.parametrize("args", [["--nnodes", "2", "--tp-size", "16"], ["--nnodes", "1", "--dp-size", "8"]])
 def test_tensor_parallelism_over_nodes_and_ranks_on_one_are_served(tmp_path: Path, args: list[str]) -> None:
-    assert plan_launch(config(tmp_path), [*GOOD, *args], FIT).command[3:-8] == (*GOOD, *args)
+    assert plan_launch(config(tmp_path), [*GOOD, *args], FIT).command[3:-9] == (*GOOD, *args)
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
