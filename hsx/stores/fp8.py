@@ -2,9 +2,9 @@
 
 The formula, the rounding and the types are those of speculators (hs_connectors 0.9.0, `fp8_utils`): scale = amax / 448 in
 float32, q = (x / scale) rounded to the nearest e4m3fn value, ties to even. Where speculators takes one scale for all states of
-a token, here each state has its
-own: a residual stream grows by orders of magnitude from layer to layer, and a row that is small beside its neighbours would
-    lose its bits, or all of them. Its reader takes such scales as they are ([S, L, 1] broadcasts as [S, 1, 1] does).
+a token, here each state has its own: a residual stream grows by orders of magnitude from layer to layer, and a row that is
+small beside its neighbours would lose its bits, or all of them. Its reader takes such scales as they are ([S, L, 1] broadcasts
+as [S, 1, 1] does).
 
 For a finite row the error of each element is at most max(2^-4 |x|, 2^-10 scale), within float32's rounding. A row of zeros has
 scale 1e-12, as there, and comes back as zeros; the sign of -0.0 is kept. Any other row keeps its largest element as +-448, so
