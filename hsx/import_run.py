@@ -24,10 +24,10 @@ from hsx.export.manifest import read_rows
 from hsx.ingest.journal import Known, Rejection
 from hsx.ingest.protocol import Entry, RejectedSampleError
 from hsx.records import Payload, Row
+from hsx.stores.attach import attach_roots
 from hsx.stores.durable import make_folder, store_error, sync_folder
 from hsx.stores.group import StoreInfo, create_store, open_store, refuse_populated
 from hsx.stores.metadata import HIDDEN_STATES
-from hsx.stores.root import ShardRoot, attach_roots
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.view import UnionView, visible
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hsx.importing import ImportReport, ImportRequest
     from hsx.ingest.journal import Journal, Listed
     from hsx.ingest.protocol import Head, Source
+    from hsx.stores.root import ShardRoot
 
 _RUN: Final = "00000000"
 _ENDINGS: Final = (".ckpt.gz", ".ckpt", ".safetensors")

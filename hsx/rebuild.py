@@ -31,6 +31,7 @@ from hsx.index import recorded_bad_rows
 from hsx.model_config import read_model_shape
 from hsx.prepare import fingerprint, store_layout
 from hsx.repair import LISTED, present_roots
+from hsx.stores.attach import flush_roots
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import StoreInfo, forget_roots, open_store, record_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger, create, new_run
@@ -38,7 +39,6 @@ from hsx.stores.ledger_backup import BACKED_UP, BACKUP_NAME, backed_up, backup
 from hsx.stores.ledger_merge import REBUILT_FROM, Found, Merge
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME, SCHEMA_VERSION, connect, translated
-from hsx.stores.root import flush_roots
 from hsx.stores.selection import StoredPrompts
 from hsx.stores.tokens import TokenTable
 from hsx.tidy import Tidied, tidy

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
+from hsx.stores.attach import attach_roots, identify
 from hsx.stores.durable import root_error
 from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import ShardRoot, attach_roots, identify
+from hsx.stores.root import ShardRoot
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView
 from hsx.tidy import tidy

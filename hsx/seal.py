@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from hsx.errors import RunError
 from hsx.locks import JOB_LOCK, MOVE_LOCK, locked, store_lock
+from hsx.stores.attach import flush_roots
 from hsx.stores.group import open_store, require_run
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import flush_roots
 from hsx.stores.seal import SealedArrays, remove_seal, write_seal
 from hsx.verify import verify
 

@@ -36,11 +36,12 @@ from hsx.locks import MOVE_LOCK, Homes, locked
 from hsx.pipeline import Parts, Pipeline, Settings
 from hsx.soundness import Soundness
 from hsx.space import RootsSettings, Space, Staging
+from hsx.stores.attach import attach_roots, drop_empty_roots, usable_roots
 from hsx.stores.draining import is_draining
 from hsx.stores.fp8 import row_error
 from hsx.stores.group import open_store, record_final_norm
 from hsx.stores.ledger_reader import LedgerReader
-from hsx.stores.root import attach_roots, discard_strays, drop_empty_roots, usable_roots
+from hsx.stores.root import discard_strays
 from hsx.stores.selection import kept_of, stored_counts
 from hsx.stores.view import UnionView
 from hsx.supervisor import Supervisor, SupervisorParts

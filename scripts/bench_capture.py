@@ -42,8 +42,8 @@ from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
 from hsx.records import Payload, Row
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import create_store
-from hsx.stores.root import attach_roots
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.testing import tiny_models
 from hsx.testing.capture_server import CaptureServer

@@ -25,12 +25,13 @@ from hsx.core.layout import StoreLayout, shard_key
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.records import Commit, Receipt
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import StoreInfo, create_store
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_backup import backup
 from hsx.stores.ledger_reader import LedgerReader
 from hsx.stores.ledger_schema import RECKONED, TOTALS
-from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.root import discard_strays
 from hsx.stores.view import UnionView
 
 RUN = "0000abcd"

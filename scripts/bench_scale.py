@@ -29,10 +29,11 @@ from hsx.core.marker import Marker
 from hsx.core.placement import RootSpace, Shares
 from hsx.core.spec import CaptureSpec
 from hsx.records import Commit, Payload, Row
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import create_store
 from hsx.stores.ledger import SqliteLedger, create
 from hsx.stores.ledger_reader import LedgerReader
-from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.root import discard_strays
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.view import UnionView
 from hsx.verify import verify

@@ -58,9 +58,9 @@ from hsx.dumps.measure import measure
 from hsx.dumps.reader import MappedDump
 from hsx.records import Payload, Row
 from hsx.stores import bfloat16, metadata
+from hsx.stores.attach import attach_roots
 from hsx.stores.durable import sync_folder
 from hsx.stores.group import create_store
-from hsx.stores.root import attach_roots
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.view import UnionView
 from hsx.testing.stores import random_states

@@ -19,13 +19,13 @@ from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, MOVE_LOCK, Homes, locked
 from hsx.move import Mover, MoveSettings, sweep_copies
 from hsx.progress_view import duration
+from hsx.stores.attach import attach_roots
 from hsx.stores.draining import begin_draining, end_draining, is_draining
 from hsx.stores.durable import root_error
 from hsx.stores.group import StoreInfo, forget_roots, open_store, require_run, require_unsealed
 from hsx.stores.ledger_backup import refuse_copy
 from hsx.stores.ledger_move import MoveLedger
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import attach_roots
 
 if TYPE_CHECKING:
     import argparse

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from hsx.core.layout import shard_key
 from hsx.errors import RunError
+from hsx.stores.attach import IDENTITY
 from hsx.stores.metadata import HIDDEN_STATES
-from hsx.stores.root import IDENTITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

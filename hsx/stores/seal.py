@@ -22,10 +22,10 @@ import numpy as np
 from hsx.core.layout import CRC_BYTES
 from hsx.errors import RunError
 from hsx.stores import metadata
+from hsx.stores.attach import IDENTITY
 from hsx.stores.checksum import crc32c_bytes
 from hsx.stores.durable import store_error, sync_folder, to_json, write_file, write_json
 from hsx.stores.group import FINAL_NORM, StoreInfo, read_attributes
-from hsx.stores.root import IDENTITY
 from hsx.stores.tokens import ARRAYS
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from hsx.config_load import LoadedConfig, load
 from hsx.core.marker import Marker
 from hsx.prepare import prepare
 from hsx.records import Commit
+from hsx.stores.attach import attach_roots
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView
 from hsx.testing.jobs import write_job
 from hsx.testing.stores import EPOCH, payload, random_states

@@ -22,9 +22,9 @@ from hsx.core.spec import CaptureSpec
 from hsx.dumps.measure import measure
 from hsx.errors import RunError, SampleError
 from hsx.records import Payload
+from hsx.stores.attach import attach_roots
 from hsx.stores.checksum import crc32c, ids_digest
 from hsx.stores.group import create_store
-from hsx.stores.root import attach_roots
 from hsx.stores.shard_reader import ShardError, ShardFile, read_record
 from hsx.testing.stores import EPOCH, RUN, payload, random_bits, random_states
 

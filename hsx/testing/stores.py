@@ -11,8 +11,8 @@ from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.records import CommittedRow, Payload, Row
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import StoreInfo, create_store
-from hsx.stores.root import ShardRoot, attach_roots
 from hsx.stores.selection import kept_of
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.tokens import TokenTable
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from hsx.stores.root import ShardRoot
 
 RUN = "deadbeef"
 EPOCH = "00000000-0000-4000-8000-000000000001"

@@ -12,9 +12,9 @@ from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.records import Commit, Row
 from hsx.space import RootsSettings, Space
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import create_store
 from hsx.stores.ledger import SqliteLedger, create, new_run
-from hsx.stores.root import attach_roots
 from hsx.stores.token_writer import TokenTableWriter
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView

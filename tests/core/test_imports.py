@@ -26,6 +26,7 @@ CONCRETE = {
     "hsx.engines.sglang",
     "hsx.engines.spawn",
     "hsx.stores.ledger",
+    "hsx.stores.attach",
     "hsx.stores.root",
     "hsx.stores.view",
     "hsx.datasets.tokens",

@@ -17,8 +17,8 @@ from hsx.core.dump import SUFFIX
 from hsx.core.layout import shard_key
 from hsx.core.marker import Marker
 from hsx.prepare import prepare
+from hsx.stores.attach import attach_roots
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import attach_roots
 from hsx.stores.view import UnionView
 from hsx.testing.commands import log_lines
 from hsx.testing.fault_matrix import run_logged

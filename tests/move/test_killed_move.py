@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from hsx.move import Step
+from hsx.stores.attach import attach_roots
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.root import discard_strays
 from hsx.stores.view import UnionView
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from hsx.errors import RunError
 from hsx.locks import HOMES_LOCK
 from hsx.records import Commit, CommittedRow
 from hsx.space import RootsSettings, Space
+from hsx.stores.attach import attach_roots
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.root import attach_roots
 from hsx.stores.tokens import TokenTable
 from hsx.stores.view import UnionView
 from hsx.suspects import Suspects

@@ -18,9 +18,10 @@ from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.locks import HOMES_LOCK
 from hsx.records import Commit, CommittedRow
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import forget_roots
 from hsx.stores.ledger import SqliteLedger
-from hsx.stores.root import attach_roots, discard_strays
+from hsx.stores.root import discard_strays
 from hsx.testing.moving import SAMPLES
 from hsx.testing.stores import EPOCH, RUN, payload, random_states
 

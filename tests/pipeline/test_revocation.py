@@ -11,10 +11,11 @@ import pytest
 
 from hsx.core.epoch import EpochRecord
 from hsx.core.marker import Marker
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import open_store
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_schema import FILE_NAME
-from hsx.stores.root import ShardRoot, attach_roots, discard_strays
+from hsx.stores.root import ShardRoot, discard_strays
 from hsx.stores.view import UnionView, visible
 from hsx.testing.stores import payload, random_states
 from hsx.testing.truth import wrong_samples

@@ -16,8 +16,8 @@ from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.errors import RunError
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import create_store
-from hsx.stores.root import attach_roots
 from hsx.stores.shard_reader import ShardFile
 from hsx.testing.stores import payload, random_states
 
@@ -62,7 +62,7 @@ from pathlib import Path
 from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import open_store
-from hsx.stores.root import attach_roots
+from hsx.stores.attach import attach_roots
 from hsx.testing.stores import payload
 info = open_store(sys.argv[1])
 _, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
@@ -91,7 +91,7 @@ from pathlib import Path
 import numpy as np
 from hsx.core.marker import Marker
 from hsx.stores.group import open_store
-from hsx.stores.root import attach_roots
+from hsx.stores.attach import attach_roots
 from hsx.testing.stores import payload
 info = open_store(sys.argv[1])
 _, (root,) = attach_roots(info, {"a": Path(sys.argv[2])})
@@ -152,7 +152,7 @@ import numpy as np
 from hsx.core.marker import Marker
 from hsx.errors import RunError
 from hsx.stores.group import open_store
-from hsx.stores.root import attach_roots
+from hsx.stores.attach import attach_roots
 from hsx.testing.stores import payload
 _, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
 try:
@@ -183,7 +183,7 @@ from pathlib import Path
 import numpy as np
 from hsx.core.marker import Marker
 from hsx.stores.group import open_store
-from hsx.stores.root import attach_roots
+from hsx.stores.attach import attach_roots
 from hsx.testing.stores import payload
 _, (root,) = attach_roots(open_store(sys.argv[1]), {"a": Path(sys.argv[2])})
 states = np.arange(640 * 3 * 128, dtype=np.uint32).astype(np.uint16).reshape(640, 3, 128)

@@ -16,9 +16,9 @@ from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.errors import RunError
+from hsx.stores.attach import attach_roots, usable_roots
 from hsx.stores.bfloat16 import BFloat16
 from hsx.stores.group import create_store, open_store, read_final_norm, record_final_norm
-from hsx.stores.root import attach_roots, usable_roots
 from hsx.stores.view import UnionView
 from hsx.testing.stores import build_store, payload, random_states
 

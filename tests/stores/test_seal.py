@@ -12,9 +12,9 @@ import zarr
 
 from hsx.core.marker import Marker
 from hsx.errors import RunError
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import open_store, record_roots, require_unsealed
 from hsx.stores.reader import Store
-from hsx.stores.root import attach_roots
 from hsx.stores.seal import (
     MANIFEST,
     SEAL_ARRAYS,

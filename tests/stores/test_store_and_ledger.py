@@ -14,9 +14,9 @@ from hsx.config_load import LoadedConfig, load
 from hsx.errors import RunError
 from hsx.locks import locked, store_lock
 from hsx.prepare import OpenJob, prepare
+from hsx.stores.attach import attach_roots
 from hsx.stores.group import open_store
 from hsx.stores.ledger_reader import LedgerReader
-from hsx.stores.root import attach_roots
 from hsx.testing.jobs import write_job
 from hsx.testing.left_job import LeftJob, leave_job
 

@@ -11,9 +11,10 @@ from hsx.core.layout import StoreLayout
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.errors import RunError
+from hsx.stores.attach import attach_roots
 from hsx.stores.draining import begin_draining, is_draining
 from hsx.stores.group import create_store
-from hsx.stores.root import ShardRoot, attach_roots, discard_strays
+from hsx.stores.root import ShardRoot, discard_strays
 from hsx.stores.view import visible
 from hsx.testing.stores import payload, random_states
 
