@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POLL_S: Final = 2.0
 """How long between two looks at disks that have no room."""
 REFUSED_S: Final = 30.0
-"""A root that answers ENOSPC against its own word (a quota, no inodes) is left alone for so long, or until it has room for one more shard."""
+"""A root that answers ENOSPC against its own word (a quota, no inodes) is left alone so long, or until one more shard fits."""
 PATIENCE_S: Final = 5.0
 """A root that does not say for so long how much room it has takes nothing new until it does: its mount hangs."""
 SLACK_BYTES: Final = 1 << 16
