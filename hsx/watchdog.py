@@ -92,8 +92,7 @@ class Watchdog:
             if violation is not None:
                 epoch.void(violation, suspect=True)
             elif not self._parts.dumps.intact():
-                evidence = f"the folder of epoch {epoch.id} in the dump directory was deleted or replaced; expected it to stay"
-                epoch.void(Violation("alive", evidence))
+                epoch.void(_folder_gone(epoch))
             else:
                 await self.look_at_counter(epoch, sweeper)
 
@@ -122,6 +121,8 @@ class Watchdog:
         last = {rank: state.sequence for rank, state in states.items()}
         if refusal is not None:
             epoch.void(Violation("sole_writer", f"the capture side says: {refusal}"))
+        elif changed is not None and not self._parts.dumps.intact():
+            epoch.void(_folder_gone(epoch))  # its account went with it, since it was last looked at
         elif changed is not None:
             found, wanted = writers.get(changed), epoch.writers.get(changed)
             of = f" of DP rank {changed}" if len({*writers, *epoch.writers}) > 1 else ""
@@ -185,3 +186,8 @@ class Watchdog:
     def server_lost(self, epoch: LiveEpoch, error: EngineError) -> None:
         """The server does not answer any more, or not as a server of this kind does."""
         epoch.void(Violation("alive", error.message), suspect=error.kind == "server_gone")
+
+
+def _folder_gone(epoch: LiveEpoch) -> Violation:
+    evidence = f"the folder of epoch {epoch.id} in the dump directory was deleted or replaced; expected it to stay"
+    return Violation("alive", evidence)

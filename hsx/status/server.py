@@ -48,16 +48,25 @@ class StatusServer:
         host: address to bind.
         port: port to bind; 0 takes any free one.
         token: clients must know it; "": anybody may ask.
+        goodbye_s: how long the serving process may take to end.
     """
 
     def __init__(
-        self, telemetry: Telemetry, facts: Callable[[], dict[str, Any]], host: str, port: int, *, token: str = ""
+        self,
+        telemetry: Telemetry,
+        facts: Callable[[], dict[str, Any]],
+        host: str,
+        port: int,
+        *,
+        token: str = "",
+        goodbye_s: float = GOODBYE_S,
     ) -> None:
         self._telemetry = telemetry
         self._facts = facts
         self._host = host
         self._port = port
         self._token = token
+        self._goodbye_s = goodbye_s
         self._listening: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._sender: Sender | None = None
@@ -85,7 +94,7 @@ class StatusServer:
             listening.close()
         if process is None or sender is None:
             return
-        await asyncio.to_thread(_end, process, sender, Frame(END, encode(self.document())))
+        await asyncio.to_thread(_end, process, sender, self._goodbye_s, Frame(END, encode(self.document())))
 
     def tell(self) -> None:
         """Tells the serving process how the run stands now. Never blocks; a process that does not take it misses it."""
@@ -168,17 +177,17 @@ class StatusServer:
             process = self._process
             if process is not None and process.poll() is not None:
                 self._telemetry.log.warning("status.failed", exit_status=process.returncode)
-                _end(process, self._sender)
+                _end(process, self._sender, self._goodbye_s)
                 self._process = self._sender = None
                 await asyncio.sleep(AGAIN_S)
                 self._spawn()
             self.tell()
 
 
-def _end(process: subprocess.Popen[bytes], sender: Sender | None, last: Frame | None = None) -> None:
+def _end(process: subprocess.Popen[bytes], sender: Sender | None, patience_s: float, last: Frame | None = None) -> None:
     """Tells the serving process a last word, waits for it to end, and ends it. Blocks."""
     if sender is not None:
-        until = time.monotonic() + GOODBYE_S
+        until = time.monotonic() + patience_s
         with suppress(OSError):
             while last is not None and not sender.send(last) and time.monotonic() < until:
                 time.sleep(0.02)
@@ -189,7 +198,7 @@ def _end(process: subprocess.Popen[bytes], sender: Sender | None, last: Frame | 
     os.set_blocking(process.stdout.fileno(), False)
     is_up = bool(process.stdout.read())  # else nobody can be listening to it yet
     with suppress(subprocess.TimeoutExpired):
-        process.wait(GOODBYE_S if is_up else 0)
+        process.wait(patience_s if is_up else 0)
     process.kill()
     process.wait()
     process.stdout.close()

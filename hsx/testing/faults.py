@@ -73,6 +73,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "wrong_layer": Fault("rows", "the first state is scaled by 1.5, as if it were of another layer", silent=True),
     # when the dump is published
     "dump_late": Fault("file", "the dump is published, and numbered, `value` seconds (default 1) after the answer"),
+    "dump_withheld": Fault("file", "the dump is published, and numbered, however late: once this fault is cleared"),
     "dump_never": Fault("file", "no dump appears, and no number is used up"),
     "dump_vanishes": Fault("file", "the dump is numbered and counted as published, and is gone at once"),
     "dump_twice": Fault(
@@ -134,10 +135,11 @@ class Faults:
         except (TypeError, ValueError) as error:
             raise ValueError(f"fault {text!r} cannot be armed: {error}") from error
 
-    def clear(self, kind: str = "") -> None:
-        """Disarms faults of one kind, or all; what has struck stays counted."""
+    def clear(self, kind: str = "", match: str = "") -> None:
+        """Disarms faults of one kind, or all; with `match`, those armed for exactly that. What has struck stays counted."""
         with self._lock:
-            self._armed = [fault for fault in self._armed if kind and fault.kind != kind]
+            gone = [fault for fault in self._armed if kind in {"", fault.kind} and match in {"", fault.match}]
+            self._armed = [fault for fault in self._armed if fault not in gone]
 
     def take(self, kind: str, rid: str) -> Armed | None:
         """The fault of this kind that strikes `rid` now, which uses up one of its count; None if there is none."""
@@ -161,13 +163,13 @@ class Faults:
         with self._lock:
             return any(fault.kind == kind and fault.match in rid for fault in self._armed)
 
-    def hold(self, rid: str, dropped: Callable[[], bool]) -> None:
-        """Blocks while a `hold` waits for `rid` and it is not dropped; counts as one strike."""
-        if not self.armed("hold", rid):
+    def hold(self, rid: str, dropped: Callable[[], bool], kind: str = "hold") -> None:
+        """Blocks while a `hold`, or another `kind`, waits for `rid` and it is not dropped; counts as one strike."""
+        if not self.armed(kind, rid):
             return
         with self._lock:
-            self._count("hold")
-        while self.armed("hold", rid) and not dropped():
+            self._count(kind)
+        while self.armed(kind, rid) and not dropped():
             time.sleep(_HOLD_POLL_S)
 
     def _count(self, kind: str) -> None:

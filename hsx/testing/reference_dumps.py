@@ -100,8 +100,14 @@ class Publisher:
         late = self._faults.take("dump_late", rid)
         if late:
             self._later(late.number(1.0), marker, lambda: self._publish(marker, rows))
+        elif self._faults.armed("dump_withheld", rid):
+            self._later(0.0, marker, lambda: self._withhold(marker, rows))
         else:
             self._contained(marker, lambda: self._publish(marker, rows))
+
+    def _withhold(self, marker: Marker, rows: Rows) -> None:
+        self._faults.hold(str(marker), lambda: False, "dump_withheld")
+        self._publish(marker, rows)
 
     def _contained(self, marker: Marker, step: Callable[[], None]) -> None:
         try:

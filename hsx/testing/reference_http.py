@@ -221,7 +221,7 @@ class Face:
         return web.Response()
 
     async def _disarm(self, request: web.Request) -> web.Response:
-        self._faults.clear(request.query.get("kind", ""))
+        self._faults.clear(request.query.get("kind", ""), request.query.get("match", ""))
         return web.Response()
 
     async def _struck(self, _request: web.Request) -> web.Response:

@@ -88,9 +88,10 @@ class RunningServer:
             if response.status != 200:
                 raise ValueError(await response.text())
 
-    async def clear_faults(self, kind: str = "") -> None:
-        """Disarms the faults of one kind, or all."""
-        async with aiohttp.ClientSession() as session, session.delete(self._faults, params={"kind": kind}) as response:
+    async def clear_faults(self, kind: str = "", match: str = "") -> None:
+        """Disarms the faults of one kind, or all; with `match`, only those armed for exactly that."""
+        params = {"kind": kind, "match": match}
+        async with aiohttp.ClientSession() as session, session.delete(self._faults, params=params) as response:
             response.raise_for_status()
 
     async def struck(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import hsx
 from hsx.commands.toml_text import to_toml
-from hsx.testing.commands import wait_until
+from hsx.testing.commands import PATIENCE_S, wait_until
 from hsx.testing.servers import TINY, free_port
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ class UnitJob:
         samples = self.status().get("progress", {}).get("samples", {})
         return int(samples.get("committed", -1))
 
-    def fault(self, kind: str, count: int = 1, value: float | None = None) -> None:
+    def fault(self, kind: str, count: int = 1, match: str = "", value: float | None = None) -> None:
         """Arms a fault of the reference engine, see `hsx.testing.faults`."""
-        self._post("POST", "/_fault", {"kind": kind, "count": count, "match": "", "value": value})
+        self._post("POST", "/_fault", {"kind": kind, "count": count, "match": match, "value": value})
 
     def clear_faults(self) -> None:
         """Disarms them all."""
@@ -179,7 +179,7 @@ class UnitJob:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data=data, method=method, headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30):  # noqa: S310 - http, as written above
+        with urllib.request.urlopen(request, timeout=PATIENCE_S):  # noqa: S310 - http, as written above
             pass
 
 
@@ -208,7 +208,8 @@ def install(machine: Machine, name: str, samples: int = 40, **changes: Mapping[s
             "args": ["--allow-faults", "--chunked-prefill-size", "32"],
         },
         "pipeline": {"concurrency": 8, "start_rate": 5000.0, "commit_seconds": 0.02, "dump_deadline_s": 30.0},
-        "watchdog": {"backoff_first_s": 0.05, "backoff_longest_s": 0.1},
+        # A server that tests hold is not to be taken for one that hangs.
+        "watchdog": {"grace_s": 600.0, "backoff_first_s": 0.05, "backoff_longest_s": 0.1},
         "status": {"port": status_port},
     }
     for section, values in changes.items():

@@ -30,7 +30,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _POWER_OFF: Final = signal.SIGRTMIN + 4
 """What asks process 1 to end all units in order, and itself."""
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_COMMAND_S: Final = 120.0
+_COMMAND_S: Final = 300.0
 
 
 def obstacle() -> str:

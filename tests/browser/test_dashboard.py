@@ -14,6 +14,7 @@ import pytest
 
 from hsx.status import StatusServer
 from hsx.testing.browser import DESKTOP, PHONE, Browser
+from hsx.testing.commands import PATIENCE_S
 from hsx.testing.scenes import SCENES, Scene
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Shown:
 async def shown(name: str, window: Browser, *, token: str = "") -> AsyncIterator[Shown]:
     """Serves a scene and opens its dashboard; waits until it shows something."""
     scene = SCENES[name]()
-    server = StatusServer(scene.telemetry, scene.facts, "127.0.0.1", 0, token=token)
+    server = StatusServer(scene.telemetry, scene.facts, "127.0.0.1", 0, token=token, goodbye_s=PATIENCE_S)
     url = await server.start()
     try:
         await asyncio.to_thread(window.open, url)

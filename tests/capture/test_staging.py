@@ -415,8 +415,9 @@ from hsx.capture.staging import Staging
 from hsx.core.spec import CaptureSpec
 folder = Path(sys.argv[1])
 writer = DumpWriter(folder, "epoch", CaptureSpec((1, 3), "post_norm"), {WIDTH}, "model", "test 1")
-session = Session(Staging(writer, Counter(folder, "epoch"), Pool(1 << 24, 3, {WIDTH}, torch.bfloat16)), 2)
-atexit.register(session.close)
+staging = Staging(writer, Counter(folder, "epoch"), Pool(1 << 24, 3, {WIDTH}, torch.bfloat16))
+session = Session(staging, 2)
+atexit.register(staging.close, {FOREVER_S})  # as the session's own close, with more patience
 for index in range(200):
     batch = session.begin([f"hsx1-0a0b0c0d-{{index}}-1-100"], [0], [100], torch.zeros(100))
     session.tensors(batch, [torch.ones(100, {WIDTH})] * 2, torch.ones(100, {WIDTH}))

@@ -24,6 +24,7 @@ from hsx.config import Log
 from hsx.exit_codes import ExitCode
 from hsx.progress_view import BarView, PlainView, duration, summary_line
 from hsx.telemetry import Telemetry
+from hsx.testing.commands import PATIENCE_S
 from hsx.testing.jobs import write_job
 from hsx.testing.servers import free_port, tiny_config
 
@@ -165,9 +166,14 @@ def follow(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_real_run_from_outside(tmp_path: Path) -> None:
     """Notify socket, status endpoint, SIGTERM's drain with code 75, and the same command finishing the job."""
+    # No server comes up before the signal has come, however late that is.
+    deaths = tmp_path / "deaths"
+    deaths.write_text("1000")
+    engine = {"kind": "reference", "ownership": "spawn", "port": free_port(), "stop_grace_s": 5.0}
     changes = {
-        "engine": {"kind": "reference", "ownership": "spawn", "port": free_port(), "stop_grace_s": 5.0},
+        "engine": {**engine, "args": ["--die-at-boot", str(deaths)]},
         "status": {"port": 0},
+        "watchdog": {"restart_budget": 1000},
     }
     job = write_job(tmp_path, changes)
     tiny_config(tmp_path / "model")
@@ -179,10 +185,9 @@ def test_a_real_run_from_outside(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "hsx", "run", str(job)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as run:
             url = follow(run, "status.listening")["url"]
-            with urllib.request.urlopen(f"{url}/status") as answer:
+            with urllib.request.urlopen(f"{url}/status", timeout=PATIENCE_S) as answer:
                 status = json.load(answer)
             assert (status["version"], status["job"]["name"], status["progress"]["samples"]["total"]) == (1, "tiny", 5)
-            # The server takes seconds to start, so that the signal comes before the first sample.
             run.send_signal(signal.SIGTERM)
             follow(run, "run.draining")
             assert run.stderr is not None
@@ -194,6 +199,7 @@ def test_a_real_run_from_outside(tmp_path: Path) -> None:
                 messages.append(manager.recv(4096).decode())
     assert messages[0].startswith("STATUS=reading the dataset")
     assert any(message.startswith("READY=1") for message in messages)
+    deaths.unlink()
     finished = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert finished.returncode == ExitCode.DONE, finished.stderr
     assert json.loads(finished.stdout)["committed"] == 5

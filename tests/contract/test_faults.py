@@ -75,7 +75,17 @@ ERRORS = {
 # Faults with a test of their own.
 OTHERS = {
     *("hold", "hang", "die", "swapped_rows_between_two", "connection_reset_during"),
-    *("dump_late", "dump_never", "dump_vanishes", "dump_twice", "never_sent", "truncated_file", "bad_header", "enospc"),
+    *(
+        "dump_late",
+        "dump_withheld",
+        "dump_never",
+        "dump_vanishes",
+        "dump_twice",
+        "never_sent",
+        "truncated_file",
+        "bad_header",
+        "enospc",
+    ),
     *("sequence_reset", "sequence_gap", "sequence_repeat"),
 }
 
@@ -201,6 +211,24 @@ async def test_late_and_missing_dumps(served: Served, client: SGLangClient) -> N
     await client.prefill(never, ids, PATIENCE_S)
     await served.check(late, ids)
     assert str(never) not in served.names()
+
+
+async def test_a_dump_is_withheld_until_it_is_let_go(served: Served, client: SGLangClient) -> None:
+    """Of two, the one that is let go comes, numbered then; the other stays away."""
+    (one, ids), (other, _) = served.prompt(TOKENS), served.prompt(TOKENS)
+    before = state(served).sequence
+    for marker in (one, other):
+        await served.server.fault("dump_withheld", count=-1, match=str(marker))
+        await client.prefill(marker, ids, PATIENCE_S)
+    (between, _) = served.prompt(TOKENS)
+    await client.prefill(between, ids, PATIENCE_S)
+    assert (await served.check(between, ids)).sequence == before + 1
+    assert not {str(one), str(other)} & served.names()
+    await served.server.clear_faults("dump_withheld", str(one))
+    assert (await served.check(one, ids)).sequence == before + 2
+    assert str(other) not in served.names()
+    await served.server.clear_faults("dump_withheld")
+    assert (await served.check(other, ids)).sequence == before + 3
 
 
 async def test_sequences(served: Served, client: SGLangClient) -> None:
@@ -419,6 +447,11 @@ def test_counting() -> None:
     assert faults.take("dump_never", "hsx1-00000000-8-1-3") is None
     assert [bool(faults.take("dump_never", "hsx1-00000000-7-1-3")) for _ in range(3)] == [True, True, False]
     assert all(faults.take("dump_late", "any") for _ in range(5))
+    assert faults.armed("dump_late", "any")
+    faults.arm("hold", match="-3-")
+    faults.arm("hold", match="-4-")
+    faults.clear("hold", "-3-")
+    assert [faults.armed("hold", rid) for rid in ("-3-", "-4-")] == [False, True]
     assert faults.armed("dump_late", "any")
     faults.clear()
     assert not faults.armed("dump_late", "any")

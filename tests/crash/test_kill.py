@@ -60,7 +60,7 @@ def committed(job: TinyJob) -> dict[int, int]:
 def holds(job: TinyJob) -> bool:
     """Whether the job's present server holds a prompt."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault", timeout=PATIENCE_S) as answer:
             return "hold" in json.load(answer)["struck"]
     except OSError:
         return False
@@ -69,7 +69,7 @@ def holds(job: TinyJob) -> bool:
 def release(job: TinyJob) -> None:
     """Lets the job's present server hold nothing any more; nothing happens while it does not answer."""
     url = f"http://127.0.0.1:{job.loaded.config.engine.port}/_fault?kind=hold"
-    with suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=30):
+    with suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=PATIENCE_S):
         pass
 
 

@@ -142,9 +142,11 @@ def test_files_may_not_grow_as_long_as_a_shard(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     limit = 400 * 3 * 256 * 2  # the long one's states, without the rest of its shard; the ledger stays below
     port = job.loaded.config.engine.port
-    with running_reference(job.loaded.dump_dir, LAYERS, model=job.loaded.model, port=port):
+    with running_reference(job.loaded.dump_dir, LAYERS, model=job.loaded.model, port=port) as server:
         with hsx_running(job.loaded.path, "run") as running:
-            resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            with held_at(job, server, 0) as wait:  # nothing is written before the limit is there
+                wait()
+                resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             assert running.wait() == ExitCode.RUN_ERROR, running.log.read_text()[-2000:]
         assert running.error().startswith("[root_unusable]")
         assert "EFBIG" in running.error()

@@ -21,6 +21,7 @@ from hsx.core.marker import Marker
 from hsx.engines import sglang
 from hsx.engines.sglang import Limits, SGLangClient
 from hsx.errors import EngineError, RunError, SampleError
+from hsx.testing.commands import PATIENCE_S
 from hsx.testing.servers import free_port
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ async def test_good_answer() -> None:
         return web.json_response(meta(cached_tokens=2, num_retractions=1, prompt_tokens=5))
 
     async with answering(handler) as client:
-        answer = await client.prefill(MARKER, np.array([5, 6, 7], dtype=np.int32), 10)
+        answer = await client.prefill(MARKER, np.array([5, 6, 7], dtype=np.int32), PATIENCE_S)
     assert answer == Answer(prompt_tokens=5, cached_tokens=2, finish_reason="length", retractions=1)
     path, body = seen[0]
     assert path == "/generate"
@@ -145,7 +146,7 @@ async def test_refusals(status: int, body: object, error: type[SampleError | Eng
     """Each answer has its error, which carries the server's words and names the marker."""
     async with answering(says(status, body)) as client:
         with pytest.raises(error) as caught:
-            await client.prefill(MARKER, [1, 2, 3], 10)
+            await client.prefill(MARKER, [1, 2, 3], PATIENCE_S)
     assert caught.value.kind == kind
     assert says_so in caught.value.message
     assert str(MARKER) in caught.value.message
@@ -154,14 +155,14 @@ async def test_refusals(status: int, body: object, error: type[SampleError | Eng
 async def test_abort_with_counts_is_an_answer() -> None:
     """An abort that was counted is judged by the invariants, not by the client."""
     async with answering(says(200, meta(finish_reason={"type": "abort"}))) as client:
-        assert (await client.prefill(MARKER, [1, 2, 3], 10)).finish_reason == "abort"
+        assert (await client.prefill(MARKER, [1, 2, 3], PATIENCE_S)).finish_reason == "abort"
 
 
 async def test_nobody_listens() -> None:
     """A refused connection means that the server is gone."""
     client = SGLangClient("127.0.0.1", free_port())
     assert not await client.answers()
-    for call in (client.prefill(MARKER, [1], 10), client.facts(), client.abort(MARKER)):
+    for call in (client.prefill(MARKER, [1], PATIENCE_S), client.facts(), client.abort(MARKER)):
         with pytest.raises(EngineError) as caught:
             await call
         assert caught.value.kind == "server_gone"
@@ -176,13 +177,13 @@ async def test_no_file_descriptor_is_left() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
-            for call in (client.prefill(MARKER, [1, 2, 3], 10), client.facts(), client.answers()):
+            for call in (client.prefill(MARKER, [1, 2, 3], PATIENCE_S), client.facts(), client.answers()):
                 with pytest.raises(RunError, match="file descriptor") as caught:
                     await call
                 assert caught.value.kind == "out_of_files"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert (await client.prefill(MARKER, [1, 2, 3], 10)).prompt_tokens == 3
+        assert (await client.prefill(MARKER, [1, 2, 3], PATIENCE_S)).prompt_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ async def test_a_host_that_has_no_address_is_gone() -> None:
     """A name that does not resolve."""
     client = SGLangClient("nobody.invalid", 30000)
     with pytest.raises(EngineError) as caught:
-        await client.prefill(MARKER, [1], 10)
+        await client.prefill(MARKER, [1], PATIENCE_S)
     assert caught.value.kind == "server_gone"
     await client.close()
 
@@ -221,7 +222,7 @@ async def test_connection_lost(headers_first: bool) -> None:
 
     async with answering(handler) as client:
         with pytest.raises(SampleError) as caught:
-            await client.prefill(MARKER, [1], 10)
+            await client.prefill(MARKER, [1], PATIENCE_S)
     assert caught.value.kind == "request_failed"
 
 
@@ -255,7 +256,7 @@ async def test_cancellation_passes() -> None:
         return web.Response()
 
     async with answering(handler) as client:
-        task = asyncio.create_task(client.prefill(MARKER, [1], 60))
+        task = asyncio.create_task(client.prefill(MARKER, [1], PATIENCE_S))
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -277,7 +278,7 @@ async def test_concurrency_is_not_throttled_by_the_pool() -> None:
 
     async with answering(handler, Limits(concurrency=20)) as client:
         markers = [Marker("0123abcd", index, 1, 3) for index in range(20)]
-        tasks = [asyncio.create_task(client.prefill(marker, [1, 2, 3], 60)) for marker in markers]
+        tasks = [asyncio.create_task(client.prefill(marker, [1, 2, 3], PATIENCE_S)) for marker in markers]
         await client.abort(MARKER)
         answers = await asyncio.gather(*tasks)
     assert len(answers) == 20

@@ -16,6 +16,7 @@ from hsx.core.marker import Marker
 from hsx.engines.process import descendants, process_alive
 from hsx.engines.sglang import SGLangClient
 from hsx.engines.spawn import SpawnOwner, SpawnPlan
+from hsx.testing.commands import PATIENCE_S
 from hsx.testing.jobs import write_job
 from hsx.testing.servers import free_port
 
@@ -38,7 +39,7 @@ async def test_serve_spawn_prefill_stop(tmp_path: Path) -> None:
     try:
         record = await owner.start()
         assert (record.engine, record.port, record.layers) == ("reference", port, (1, 3))
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(PATIENCE_S):
             while not await client.answers():  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.02)
         folder = tmp_path / "dumps" / record.epoch
@@ -46,13 +47,13 @@ async def test_serve_spawn_prefill_stop(tmp_path: Path) -> None:
         assert (report.epoch, report.layers, report.hidden_size) == (record.epoch, (1, 3), 64)
         assert (await client.facts()).problems == ()
         marker = Marker("0000000a", 0, 1, 100)
-        await client.prefill(marker, np.arange(100, dtype=np.int32), 100)
+        await client.prefill(marker, np.arange(100, dtype=np.int32), PATIENCE_S)
         raw = (folder / f"{marker}{SUFFIX}").read_bytes()
         header, _ = decode_header(raw, len(raw))
         assert (header.marker, header.epoch, header.spec) == (marker, record.epoch, report.spec)
     finally:
         await client.close()
-        await owner.stop(30)
+        await owner.stop(PATIENCE_S)
     assert not process_alive(record)
     assert "ended with exit status 0" in await owner.ended()
     assert set(descendants(os.getpid())) <= before

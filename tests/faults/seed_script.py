@@ -45,7 +45,7 @@ def main() -> None:
         ids = json.loads(line)["input_ids"]
         body = {"rid": str(Marker(RUN, index, 1, len(ids))), "input_ids": ids, "sampling_params": {"max_new_tokens": 0}}
         request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60):
+        with urllib.request.urlopen(request, timeout=300):
             pass
         states = numbered(folder, index + 1)  # the prediction
         partial = out / f"{index}.partial.npy"

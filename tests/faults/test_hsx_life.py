@@ -87,7 +87,7 @@ async def test_hsx_stopped_for_a_minute(
 ) -> None:
     """Every deadline is shorter than the minute; the server works on meanwhile."""
     job = job_of(
-        pipeline={"dump_deadline_s": 20.0, "request_slack": 1.0}, watchdog={"grace_s": 20.0, "slowest_tokens_per_s": 1000.0}
+        pipeline={"dump_deadline_s": 40.0, "request_slack": 1.0}, watchdog={"grace_s": 40.0, "slowest_tokens_per_s": 1000.0}
     )
     before = (await server.struck()).get("hold", 0)
     await server.fault("hold", count=-1, match="-6-1-")
@@ -142,9 +142,9 @@ async def test_the_wall_clock_steps_back_an_hour(
     log = running.log
     seen("clock_back", job.loaded, log=log_lines(log))
     times = [datetime.datetime.fromisoformat(line["timestamp"]) for line in log_lines(log)]
-    # Lines of different threads may be a little out of order.
+    # Lines of different threads may be out of order: one that was stamped before the step may be written after one of later.
     back = [one - other for one, other in itertools.pairwise(times) if one - other > datetime.timedelta(minutes=10)]
-    assert len(back) == 1, "the clock did not step"
-    assert back[0] > datetime.timedelta(minutes=50)
+    assert back, "the clock did not step"
+    assert max(back) > datetime.timedelta(minutes=50)
     with job.ledger() as ledger:
         assert ledger.failures_by_reason() == {}

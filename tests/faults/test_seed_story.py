@@ -17,7 +17,7 @@ import pytest
 
 from hsx.core.marker import Marker
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_done, hsx_running, log_lines, wait_until
+from hsx.testing.commands import PATIENCE_S, hsx_done, hsx_running, log_lines, wait_until
 from hsx.testing.reference_model import ReferenceModel, reference_states
 from hsx.testing.servers import running_reference
 from hsx.testing.tiny_job import LAYERS, TinyJob, make_job
@@ -76,7 +76,7 @@ def predicted(job: TinyJob, server: RunningServer, out: Path) -> None:
     process.kill()
     process.wait()
     warm_up(server, "bbbbbbbb", 2)
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
 
 
 def test_the_script_stores_wrong_pairs_where_hsx_stores_none(tmp_path: Path, matrix: Matrix) -> None:

@@ -49,7 +49,7 @@ def judge(model: Path) -> HuggingFace:
 @pytest.fixture
 def job(tmp_path: Path, model: Path) -> SGLangJob:
     """Prompts long enough that one of them is nearly always half done, and not all of them asked for at once."""
-    prompts, pace = random_prompts(16, 100, 1200), {"start_rate": 3.0}
+    prompts, pace = random_prompts(16, 100, 1200), {"start_rate": 1.0}
     return make_sglang_job(tmp_path / "job", model, tmp_path / "dumps", spawned(interpreter()), prompts, pipeline=pace)
 
 

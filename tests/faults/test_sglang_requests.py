@@ -317,7 +317,7 @@ def test_clients_that_abort(shared: Shared, tmp_path: Path, seen: Callable[..., 
     way may still be finished, so it is tried until three attempts have failed.
     """
     prompts = random_prompts(30, 800, 1200)
-    job = shared.job(tmp_path / "job", prompts, pipeline={"retries": 30})
+    job = shared.job(tmp_path / "job", prompts, pipeline={"retries": 30, "start_rate": 2.0})
     folder, enough = shared.server.folder, 3
 
     with hsx_running(job.path, "run") as process:
@@ -365,7 +365,7 @@ def wait_until_over(process: HsxProcess, markers: set[Marker]) -> None:
 def test_full_queue(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
     """More requests than the queue takes, all of them there before the scheduler looks at the first."""
     prompts = random_prompts(90, 10, 100)
-    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 64, "start_rate": 5.0})
+    job = shared.job(tmp_path / "job", prompts, pipeline={"concurrency": 64, "start_rate": 3.0})
     with hsx_running(job.path, "run") as process:
         began(process)
         url = process.events("status.listening")[0]["url"] + "/status"
@@ -539,7 +539,7 @@ def fill(filler: Path, spare: int) -> None:
 def test_seed_story(shared: Shared, tmp_path: Path, seen: Callable[..., Any]) -> None:
     """Warm-ups, the client killed with requests under way and started again, the server never: it has counted all of it."""
     prompts = random_prompts(24, 100, 600)
-    slow = shared.job(tmp_path / "job", prompts, pipeline={**NEVER, "start_rate": 2.0})
+    slow = shared.job(tmp_path / "job", prompts, pipeline={**NEVER, "start_rate": 1.0})
     folder = shared.server.folder
     for number in range(5):
         assert shared.prefill(uuid.uuid4().hex, prompts[number]) == 200

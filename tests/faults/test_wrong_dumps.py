@@ -102,13 +102,17 @@ async def test_dumps_past_their_deadline_are_never_paired(
     """The first attempts' dumps, one of them with another prompt's states, come and go while the second attempts wait."""
     # One at a time, every first attempt is over before the first second one.
     job = job_of(pipeline={"dump_deadline_s": 0.2, "concurrency": 1})
+    before = (await server.struck()).get("hold", 0)
     for sample in (3, 5):
-        await server.fault("dump_late", match=f"-{sample}-1-", value=4.0)
+        await server.fault("dump_withheld", count=-1, match=f"-{sample}-1-")
         await server.fault("hold", count=-1, match=f"-{sample}-2-")
     await server.fault("dump_of_another_sample", match="-5-1-")
     with Inotify() as inotify:
         inotify.add_watch(server.folder, Mask.MOVED_TO | Mask.DELETE)
         run = asyncio.create_task(run_logged(job))
+        while not run.done() and (await server.struck()).get("hold", 0) == before:  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(POLL_S)
+        await server.clear_faults("dump_withheld")
         # One may be swept before the other comes.
         awaited = {(what, match) for what in (Mask.MOVED_TO, Mask.DELETE) for match in ("-3-1-", "-5-1-")}
         while awaited:

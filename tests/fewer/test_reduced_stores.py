@@ -129,7 +129,7 @@ def test_batches_have_the_rows_and_say_which_tokens_they_are_of(built: BuiltStor
     sampler = TokenBudgetSampler(dataset.rows, 60, seed=1)
     seen = []
     for batch in DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate_packed, num_workers=workers, timeout=100 * bool(workers)
+        dataset, batch_sampler=sampler, collate_fn=collate_packed, num_workers=workers, timeout=600 * bool(workers)
     ):
         assert len(batch["hidden_states"]) == len(batch["positions"])
         bounds = batch["cu_seqlens"].tolist()

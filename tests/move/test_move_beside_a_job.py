@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hsx.exit_codes import ExitCode
-from hsx.testing.commands import hsx_done, hsx_running, wait_until
+from hsx.testing.commands import PATIENCE_S, hsx_done, hsx_running, wait_until
 from hsx.testing.tiny_job import TinyJob, make_job
 from hsx.testing.truth import wrong_samples
 
@@ -36,7 +36,7 @@ def fault(job: TinyJob, method: str, body: dict[str, Any] | None = None, query: 
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             text = answer.read()
     except OSError:
         return {}

@@ -10,6 +10,7 @@ import pytest
 from hsx.core.marker import Marker
 from hsx.stores.ledger import SqliteLedger
 from hsx.stores.ledger_schema import FILE_NAME
+from hsx.testing.commands import PATIENCE_S
 from hsx.testing.tiny_job import TinyJob, make_job
 from hsx.testing.truth import wrong_samples
 
@@ -59,7 +60,7 @@ async def test_what_canaries_of_a_killed_hsx_left_is_swept(job_of: Callable[...,
     left = Marker(job_run(job), 999, 1, 48, canary=True)
     client = server.client()
     try:
-        await client.prefill(left, np.arange(48, dtype=np.int32), 10.0)
+        await client.prefill(left, np.arange(48, dtype=np.int32), PATIENCE_S)
     finally:
         await client.close()
     assert canaries_in(server.folder, job_run(job)) != []

@@ -187,6 +187,7 @@ async def test_dumps_that_wait_for_room_outlive_a_drain_and_are_adopted(
         mount("-o", "remount,ro", str(tmp_path / "root-a"))
         await server.clear_faults()
         assert running.wait_for("intake.paused")["kind"] == "roots_full"
+        wait_until(lambda: bool(list(server.folder.glob("hsx1-*-6-1-*.safetensors"))), "the dump of sample 6")
         dumps = list(server.folder.glob("hsx1-*-6-1-*.safetensors"))
         running.send(signal.SIGTERM)
         assert running.wait() == ExitCode.INTERRUPTED, running.error()
@@ -211,8 +212,8 @@ async def test_a_run_may_go_on_without_a_root_and_finds_its_samples_when_it_is_b
     before = await hold_at(server, 6)
     with hsx_running(job.loaded.path, "run") as running:
         await held(server, before, job, 6)
-        await server.clear_faults()
-        running.kill()
+        running.kill()  # before the server goes on: nothing else gets to a root
+    await server.clear_faults()
     (tmp_path / "elsewhere").mkdir()
     mount("--bind", str(tmp_path / "elsewhere"), str(tmp_path / "root-b"))  # the disk is hidden by an empty folder
     with hsx_running(job.loaded.path, "run") as running:

@@ -111,9 +111,12 @@ async def test_a_failing_boot_canary_is_tried_again(
 async def test_a_boot_canary_without_a_sound_dump_ends_the_run(
     served_job_of: Callable[..., TinyJob], server: RunningServer, fault: str, words: str
 ) -> None:
-    """The same time is given to the answer, which has to come in it, and then to the dump, which does not come."""
+    """The same time is given to the answer, which has to come in it, and then to the dump, which does not come.
+
+    On a busy machine the answer itself may be late; then the canaries are sent again, and the fault strikes those.
+    """
     job = served_job_of(watchdog={"grace_s": 5.0}, pipeline={"dump_deadline_s": 5.0})
-    await server.fault(fault, count=1, match="-c1-")
+    await server.fault(fault, count=-1, match="-c")
     with pytest.raises(RunError, match=words) as caught:
         await job.run()
     assert caught.value.kind == "capture_off"

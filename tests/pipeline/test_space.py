@@ -198,7 +198,9 @@ def test_a_root_that_hangs_holds_up_no_other_and_comes_back_by_itself() -> None:
     async def steps() -> None:  # in real time: a thread that hangs stops a virtual clock
         bench = Bench({"a": 10_000, "b": 1000}, SystemClock(), patience_s=0.5)
         promised = await bench.space.book(100)
-        assert promised.root == "a"
+        while promised.root != "a":  # a busy machine may let half a second pass without an answer
+            bench.space.release(promised)
+            promised = await bench.space.book(100)
         bench.roots["a"].answers.clear()
         await until(bench, "a", "silent")
         root = bench.telemetry.snapshot()["roots"]["a"]

@@ -74,7 +74,7 @@ def extracted(
         "model": {"path": str(model)},
         "capture": {"layers": list(LAYERS)},
         "engine": engine,
-        "pipeline": {"concurrency": 16},
+        "pipeline": {"concurrency": 16, "dump_deadline_s": 120.0},
         # Patience with a busy machine: a verdict on a slow server is none of this test's.
         "watchdog": {"grace_s": 300.0, "slowest_tokens_per_s": 5.0},
         "status": {"port": 0},

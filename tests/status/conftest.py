@@ -16,9 +16,10 @@ from hsx.status.document import encode
 from hsx.status.guard import Gate
 from hsx.status.server import StatusServer
 from hsx.status.site import Board, Site
+from hsx.testing.commands import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
     from hsx.telemetry import Telemetry
@@ -105,7 +106,8 @@ async def serving(
     assert http is not None
     server = await asyncio.get_running_loop().create_server(lambda: gate.wrap(http()), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with aiohttp.ClientSession() as session:
+    # Its one connection stays open, however long a test takes.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=PATIENCE_S)) as session:
         try:
             yield Served(f"http://127.0.0.1:{port}", port, board, gate, site, clock, session, say)
         finally:
@@ -117,3 +119,18 @@ async def serving(
 def serve() -> Callable[..., AbstractAsyncContextManager[Served]]:
     """`serving`."""
     return serving
+
+
+async def begun(server: StatusServer) -> str:
+    """Starts an endpoint and returns its URL once it answers: its process is a polite one, and may need long to come up."""
+    url = await server.start()
+    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/healthz") as answer:
+        await answer.read()
+    return url
+
+
+@pytest.fixture
+def begin() -> Callable[[StatusServer], Awaitable[str]]:
+    """`begun`."""
+    return begun

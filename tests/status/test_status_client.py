@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,12 @@ from hsx.errors import RunError
 from hsx.status import VERSION, StatusServer
 from hsx.status.client import Endpoint, Farewell, NobodyListens, ask, endpoint_of
 from hsx.telemetry import Telemetry
-from hsx.testing.commands import wait_until
+from hsx.testing.commands import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+Begin = Callable[[StatusServer], Awaitable[str]]
 TOKEN = "0123456789abcdef"
 
 
@@ -81,7 +83,7 @@ def document() -> dict[str, Any]:
 )
 def test_what_is_no_answer_of_hsx_is_told(answer: bytes, kind: str, says: str) -> None:
     with answering(answer) as endpoint, pytest.raises(RunError, match=says) as caught:
-        ask(endpoint)
+        ask(endpoint, PATIENCE_S, PATIENCE_S)
     assert caught.value.kind == kind
     assert endpoint.url in caught.value.message
     assert not isinstance(caught.value, NobodyListens)
@@ -123,7 +125,7 @@ def test_one_that_answers_byte_by_byte_is_not_listened_to_for_ever() -> None:
 def test_fields_that_are_newer_than_this_hsx_are_no_fault() -> None:
     newer = {**document(), "later": 1}
     with answering(http(json.dumps(newer))) as endpoint:
-        assert ask(endpoint)["later"] == 1
+        assert ask(endpoint, PATIENCE_S, PATIENCE_S)["later"] == 1
 
 
 @pytest.mark.parametrize(
@@ -152,9 +154,9 @@ def test_what_is_no_url_of_an_endpoint(url: str) -> None:
     assert caught.value.kind == "usage"
 
 
-async def test_the_token() -> None:
+async def test_the_token(begin: Begin) -> None:
     server = StatusServer(Telemetry(), dict, "127.0.0.1", 0, token=TOKEN)
-    url = await server.start()
+    url = await begin(server)
     assert (await asyncio.to_thread(ask, endpoint_of(url, TOKEN)))["version"] == VERSION
     for token, wants in (("", "a token"), ("another-of-16-chars", "another one than was given")):
         with pytest.raises(RunError, match=f"wants {wants}; expected status.token_file") as caught:
@@ -164,16 +166,16 @@ async def test_the_token() -> None:
     await server.stop()
 
 
-async def test_the_last_word_is_heard_after_the_endpoint_went_and_came_back() -> None:
+async def test_the_last_word_is_heard_after_the_endpoint_went_and_came_back(begin: Begin) -> None:
     server = StatusServer(Telemetry(), dict, "127.0.0.1", 0)
-    url = await server.start()
+    url = await begin(server)
     farewell = Farewell(endpoint_of(url))
     await asyncio.to_thread(ask, endpoint_of(url))
     server.kill()
     assert farewell.wait(0.1) is None
     await server.stop()
     telemetry = Telemetry()
-    again = StatusServer(telemetry, dict, "127.0.0.1", int(url.rpartition(":")[2]))
+    again = StatusServer(telemetry, dict, "127.0.0.1", int(url.rpartition(":")[2]), goodbye_s=PATIENCE_S)
     await again.start()
     # The stream is open once its first bytes are there; only then may the run end.
     await asyncio.to_thread(wait_until, lambda: farewell.listening, "the stream is open")

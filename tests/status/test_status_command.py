@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+Begin = Callable[[StatusServer], Awaitable[str]]
 TOKEN = "0123456789abcdef"
 
 
@@ -44,14 +46,14 @@ async def hsx(*arguments: str) -> int:
 
 
 @pytest.fixture
-async def url_of() -> AsyncIterator[Any]:
+async def url_of(begin: Begin) -> AsyncIterator[Any]:
     """Serves a scene; returns its URL."""
     servers: list[StatusServer] = []
 
     async def serve(name: str) -> str:
         scene = SCENES[name]()
         servers.append(StatusServer(scene.telemetry, scene.facts, "127.0.0.1", 0))
-        return await servers[-1].start()
+        return await begin(servers[-1])
 
     yield serve
     for server in servers:
@@ -93,19 +95,19 @@ async def test_other_times_of_its_life(
     assert re.search(says, capsys.readouterr().out)
 
 
-async def test_no_terminal_obeys_what_a_server_said(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_terminal_obeys_what_a_server_said(capsys: pytest.CaptureFixture[str], begin: Begin) -> None:
     telemetry = Telemetry()
     telemetry.error_met("server_gone", "\x1b]0;title\x07\x9b31m[bold]said\nso")
     server = StatusServer(telemetry, dict, "127.0.0.1", 0)
-    assert await hsx(await server.start()) == ExitCode.DONE
+    assert await hsx(await begin(server)) == ExitCode.DONE
     said = capsys.readouterr().out
     assert r"\x1b]0;title\x07\x9b31m[bold]said so" in said
     await server.stop()
 
 
-async def test_a_run_that_is_not_sound_is_not_fine(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_run_that_is_not_sound_is_not_fine(capsys: pytest.CaptureFixture[str], begin: Begin) -> None:
     server = StatusServer(Telemetry(), lambda: {"health": {"ok": False, "reason": "it hangs"}}, "127.0.0.1", 0)
-    assert await hsx(await server.start()) == ExitCode.RUN_ERROR
+    assert await hsx(await begin(server)) == ExitCode.RUN_ERROR
     assert "NOT SOUND: it hangs" in capsys.readouterr().out
     await server.stop()
 
@@ -122,13 +124,13 @@ def server_of(job: str, store: str = "", token: str = "") -> tuple[Telemetry, St
     return telemetry, StatusServer(telemetry, dict, "127.0.0.1", loaded.config.status.port, token=token)
 
 
-async def test_by_the_job_file_with_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_by_the_job_file_with_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[str], begin: Begin) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
     job = served_job(tmp_path, token_file=str(token))
     _, server = server_of(job, token=TOKEN)
-    url = await server.start()
+    url = await begin(server)
     assert await hsx(job) == ExitCode.DONE
     assert "tiny  starting  run aabbccdd" in capsys.readouterr().out
     assert await hsx(url, "--token-file", str(token)) == ExitCode.DONE
@@ -180,11 +182,11 @@ def test_a_job_that_nobody_can_be_asked_about(
     assert json.loads(capsys.readouterr().out)["why"].startswith(why)
 
 
-async def test_the_run_of_another_job_is_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_run_of_another_job_is_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], begin: Begin) -> None:
     left = await asyncio.to_thread(leave_job, tmp_path)
     job = served_job(tmp_path)
     _, server = server_of(job, store="/elsewhere.zarr")
-    await server.start()
+    await begin(server)
     capsys.readouterr()  # the telemetry's own log
     assert await hsx(left.file, "--json") == ExitCode.INCOMPLETE
     assert "is another one, tiny" in json.loads(capsys.readouterr().out)["why"]
@@ -233,12 +235,12 @@ async def seen(out: Path, what: str) -> None:
     await asyncio.to_thread(wait_until, lambda: what in out.read_text(), what)
 
 
-async def test_watching_outlives_the_endpoint_and_ends_with_the_run(tmp_path: Path) -> None:
+async def test_watching_outlives_the_endpoint_and_ends_with_the_run(tmp_path: Path, begin: Begin) -> None:
     left = await asyncio.to_thread(leave_job, tmp_path)
     job, out = served_job(tmp_path), tmp_path / "out"
     assert job == left.file
     _, server = server_of(job)
-    await server.start()
+    await begin(server)
     with out.open("wb") as output, watching(job, "--watch", "0.1", output=output.fileno()) as process:
         await seen(out, "starting: samples 0/5")
         server.kill()
@@ -247,7 +249,7 @@ async def test_watching_outlives_the_endpoint_and_ends_with_the_run(tmp_path: Pa
         assert "samples 3/5, quarantined 1" in out.read_text()
         telemetry, server = server_of(job)
         telemetry.phase("extracting")
-        await server.start()
+        await begin(server)
         await seen(out, "extracting: samples 0/5")
         telemetry.phase("failed", kind="root_unusable", reason="all are lost")
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == ExitCode.RUN_ERROR
@@ -255,10 +257,10 @@ async def test_watching_outlives_the_endpoint_and_ends_with_the_run(tmp_path: Pa
     assert out.read_text().splitlines()[-1].startswith("failed: samples 0/5")
 
 
-async def test_watching_a_url_says_that_it_is_silent(tmp_path: Path) -> None:
+async def test_watching_a_url_says_that_it_is_silent(tmp_path: Path, begin: Begin) -> None:
     telemetry, out = Telemetry(), tmp_path / "out"
     server = StatusServer(telemetry, dict, "127.0.0.1", 0)
-    url = await server.start()
+    url = await begin(server)
     with out.open("wb") as output, watching(url, "--watch", "0.1", output=output.fileno()) as process:
         await seen(out, "starting: samples 0")
         server.kill()

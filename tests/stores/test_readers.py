@@ -128,7 +128,7 @@ for name, recipe in json.loads(sys.argv[4]).items():
     assert len(found) == 4
     # -I and -S: neither this folder, nor PYTHONPATH, nor site-packages with its link to hsx.
     arguments = [str(packages_without_hsx), str(built.info.path), str(tmp_path), json.dumps(found)]
-    subprocess.run([sys.executable, "-I", "-S", "-c", program, *arguments], check=True, timeout=100, cwd=tmp_path)
+    subprocess.run([sys.executable, "-I", "-S", "-c", program, *arguments], check=True, timeout=600, cwd=tmp_path)
     for name in found:
         for index in (0, 3, 4):
             assert np.array_equal(np.load(tmp_path / f"{name}-{index}.npy"), built.states[index])

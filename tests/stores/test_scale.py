@@ -51,7 +51,7 @@ def counted(folder: Path, samples: int) -> dict[str, int]:
     rng = np.random.default_rng(0)
     built = build_store(folder, [random_states(rng, 2, 2, 8) for _ in range(samples)], roots=("a",))
     run = subprocess.run(
-        [sys.executable, "-c", COUNT, built.info.path], check=True, capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", COUNT, built.info.path], check=True, capture_output=True, text=True, timeout=600
     )
     counts: dict[str, int] = json.loads(run.stdout)
     return counts

@@ -38,7 +38,7 @@ def calls_of_one_write(folder: Path, how: str) -> list[str]:
     """Names of the system calls of a write and a sync, in order; `open` only where a file is opened for writing."""
     log = folder / "strace"
     command = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={CALLS}", sys.executable, "-c", PROGRAM]
-    subprocess.run([*command, str(folder), how], check=True, capture_output=True, timeout=200)
+    subprocess.run([*command, str(folder), how], check=True, capture_output=True, timeout=600)
     text = log.read_text()
     between = text[text.index('"now') : text.index('"end')].splitlines()[1:-1]
     found = [match[1] for line in between if (match := re.match(r"\d+ +(\w+)\(", line)) and "O_RDONLY" not in line]

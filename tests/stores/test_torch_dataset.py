@@ -50,7 +50,7 @@ def test_workers_read_every_sample_once(built: BuiltStore, method: str) -> None:
     dataset = HiddenStatesDataset(built.info.path)
     assert int(dataset[0]["index"]) == 0  # the store is in use before the workers start
     loader = DataLoader(
-        dataset, batch_size=3, num_workers=2, multiprocessing_context=method, collate_fn=collate_padded, timeout=100
+        dataset, batch_size=3, num_workers=2, multiprocessing_context=method, collate_fn=collate_padded, timeout=600
     )
     seen = []
     for batch in loader:

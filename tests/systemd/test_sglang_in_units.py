@@ -56,7 +56,7 @@ def test_the_real_server_outlives_hsx_and_its_states_are_proved(machine: Machine
             "start_timeout_s": START_S,
         },
         # So slowly that the run is under way for a while, however fast the machine.
-        pipeline={"concurrency": 4, "dump_deadline_s": 120.0, "start_rate": 4.0},
+        pipeline={"concurrency": 4, "dump_deadline_s": 120.0, "start_rate": 2.0},
         watchdog={"grace_s": 300.0, "slowest_tokens_per_s": 5.0},
     )
     job.drop_in(job.unit, "RestartSec=0\n")
