@@ -116,6 +116,9 @@ class SGLangClient:
         try:
             async with self._open().post(f"{self._base}/generate", data=body, headers=_JSON, timeout=timeout) as response:
                 status, payload = response.status, await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            reason = f"connection to {self._base} could not be made within {self._limits.connect_s:g} s"
+            raise SampleError("request_failed", f"{marker}: {reason}") from error
         except TimeoutError as error:
             raise SampleError("request_timeout", f"{marker}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

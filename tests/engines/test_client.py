@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import resource
-from contextlib import asynccontextmanager
+import select
+import socket
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+BACKLOG_TRIES = 64
+"""Connections that are begun, at most, until a server that accepts none has no room for another."""
 MARKER = Marker("0123abcd", 7, 1, 3)
 META: dict[str, Any] = {
     "id": str(MARKER),
@@ -361,3 +365,25 @@ async def test_ipv6_address() -> None:
     with pytest.raises(EngineError, match=r"http://\[::1\]:"):
         await client.facts()
     await client.close()
+
+
+async def test_a_connection_that_does_not_come_up_is_not_a_late_answer() -> None:
+    """The server lets nobody in: its backlog is full."""
+    with socket.socket() as server, ExitStack() as waiting:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(BACKLOG_TRIES):
+            other = waiting.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(server.getsockname())
+            if not select.select([], [other], [], 0.5)[1]:
+                break
+        else:
+            pytest.fail("the backlog is never full")
+        client = SGLangClient("127.0.0.1", server.getsockname()[1], Limits(connect_s=0.2))
+        try:
+            with pytest.raises(SampleError, match=r"connection to \S+ could not be made within 0\.2 s") as error:
+                await client.prefill(MARKER, [1, 2, 3], 600.0)
+            assert error.value.kind == "request_failed"
+        finally:
+            await client.close()
