@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -64,7 +65,7 @@ concurrency = 16
 slowest_tokens_per_s = 5.0  # a laptop's processor is no eight GPUs
 
 [status]
-port = 0
+port = {status_port}
 
 [log]                       # for eyes: how far it is, and what goes wrong
 format = "console"
@@ -95,6 +96,7 @@ def main() -> int:
     say("What will it take?")
     hsx("plan", job)
     say("Extract. (The server's log: build/demo/store.zarr.job/server.log)")
+    sys.stdout.write(f"Watch it: http://127.0.0.1:{tomllib.loads(job.read_text(encoding='utf-8'))['status']['port']}/\n")
     outcome = json.loads(hsx("run", job, "--json", capture=True))
     if not outcome["tokens"]:
         say("Nothing was left to do: every sample was committed before. Remove build/demo to start over.")
@@ -126,7 +128,7 @@ def engine_of(job: Path) -> str:
 
 def have_sglang() -> bool:
     """Installs SGLang where it can be installed; says loudly where it cannot."""
-    result = subprocess.run([str(REPO / "scripts" / "setup_sglang.sh"), "0.5.23"], check=False)
+    result = called([str(REPO / "scripts" / "setup_sglang.sh"), "0.5.23"])
     if result.returncode == 0:
         return True
     if result.returncode != UNSUPPORTED:
@@ -139,6 +141,7 @@ def have_sglang() -> bool:
     return False
 
 
+INTERRUPTED: Final = 130
 UNSUPPORTED: Final = 3
 """Exit code of setup_sglang.sh where the platform is not Linux x86-64 with Python 3.11."""
 
@@ -156,6 +159,7 @@ def write_job(folder: Path, *, real: bool) -> None:
             model=os.path.relpath(MODEL, folder),
             dataset=os.path.relpath(DATASET, folder),
             dump_dir=dumps,
+            status_port=free_port(),
             engine=engine.format(port=free_port(), python=os.path.relpath(SGLANG, folder), threads=os.cpu_count() or 1),
         ),
         encoding="utf-8",
@@ -180,10 +184,22 @@ def run(command: list[str], *, capture: bool = False) -> str:
     """Shows and runs a command; ends the demo with its exit code where that is not 0."""
     sys.stdout.write(f"$ {shlex.join(str(Path(word).name) if word == command[0] else word for word in command)}\n")
     sys.stdout.flush()
-    result = subprocess.run(command, cwd=REPO, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+    result = called(command, capture=capture)
     if result.returncode:
         raise SystemExit(result.returncode)
     return result.stdout or ""
+
+
+def called(command: list[str], *, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, also where Ctrl-C comes meanwhile, which it gets, too. Then the demo ends, too."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: asked.append(number))
+    result = subprocess.run(command, cwd=REPO, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+    signal.signal(signal.SIGINT, before)
+    if asked:
+        sys.stderr.write("demo: stopped; make demo goes on\n")
+        raise SystemExit(INTERRUPTED)
+    return result
 
 
 def hsx(command: str, job: Path, *arguments: str, capture: bool = False) -> str:

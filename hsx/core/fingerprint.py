@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+_KEYS: Final = {"store.chunk_tokens": "storage.chunk_tokens"}
+"""How the job file calls what fingerprints call otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class Change:
     current: str | None
 
     def __str__(self) -> str:
-        return f"{self.field}: the job was started with {self.recorded!r}, now it is {self.current!r}"
+        return f"{_KEYS.get(self.field, self.field)}: the job was started with {self.recorded!r}, now it is {self.current!r}"
 
 
 def changes(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:

@@ -56,7 +56,7 @@ async def test_a_run_stores_the_truth(job_of: Callable[..., TinyJob], storage: d
     ("before", "after", "told"),
     [
         ({"codec": "zstd"}, {"codec": "blosc"}, r"storage\.codec"),
-        ({}, {"chunk_tokens": 32}, r"store\.chunk_tokens: the job was started with '64', now it is '32'"),
+        ({}, {"chunk_tokens": 32}, r"storage\.chunk_tokens: the job was started with '64', now it is '32'"),
     ],
 )
 def test_a_job_keeps_what_its_store_was_made_with(
