@@ -280,10 +280,9 @@ def _fingerprint(loaded: LoadedConfig, store: StoreInfo, samples: TokenTable) ->
     differing = [str(change) for change in changes(samples.dataset, dataset.fingerprint())]
     if loaded.spec != store.spec:
         differing.append(f"capture: the store has {store.spec}; the job file has {loaded.spec}")
-    if loaded.config.storage.codec != store.layout.codec:
-        differing.append(f"storage.codec: the store has {store.layout.codec}; the job file has {loaded.config.storage.codec}")
     asked = store_layout(loaded, samples, shape)
-    for key, name in (("tokens", "kept"), ("context", "context"), ("dtype", "dtype")):
+    for key in ("codec", "chunk_tokens", "tokens", "context", "dtype"):
+        name = "kept" if key == "tokens" else key
         has, wants = getattr(store.layout, name), getattr(asked, name)
         if has != wants:
             differing.append(f"storage.{key}: the store has {has}; the job file has {wants}")

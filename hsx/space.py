@@ -27,6 +27,8 @@ POLL_S: Final = 2.0
 REFUSED_S: Final = 30.0
 """A root that answers ENOSPC against its own word (a quota, no inodes) is left alone for so long, or until it has room for one
 more shard."""
+FREED_BYTES: Final = 1 << 20
+"""More room than before, where a sync or a name found none: less comes and goes with every copy of the ledger."""
 PATIENCE_S: Final = 5.0
 """A root that does not say for so long how much room it has takes nothing new until it does: its mount hangs."""
 SLACK_BYTES: Final = 1 << 16
@@ -180,7 +182,7 @@ class Space:
         self._speeds[name].wrote(nbytes, seconds)
         self._refusals.pop(name, None)
 
-    def failed(self, name: str, error: RunError, wanted: int = 1) -> None:
+    def failed(self, name: str, error: RunError, wanted: int = FREED_BYTES) -> None:
         """A root answered with an error. For want of room it is left alone for a while; otherwise it is out of service.
 
         Args:

@@ -24,12 +24,26 @@ _SETTINGS: Final = {
     "enable_flashinfer_allreduce_fusion": "start it with --enforce-disable-flashinfer-allreduce-fusion",
     "enable_aiter_allreduce_fusion": "start it without --enable-aiter-allreduce-fusion",
 }
-"""The server's own settings, as they are once it has settled them (None or False: off), and what turns each off."""
+"""The server's settings (None or False: off), and what turns each off."""
 
 
 class _ModelRunner(Protocol):
     @property
     def server_args(self) -> object: ...
+
+
+def _settled(runner: _ModelRunner) -> object:
+    """What has the settings as the server has settled them.
+
+    From 0.5.19 on `server_args` stays as it was given, and what SGLang turns on by itself is in its runtime context alone
+    (`declare_resolution` in `arg_groups/overrides.py`), which is what the layers ask since 0.5.17.
+    """
+    try:
+        from sglang.srt.runtime_context import get_exec
+    except ImportError:
+        return runner.server_args
+    settled: object = get_exec().comm
+    return settled
 
 
 def refuse_fusion(runner: _ModelRunner, layers: Sequence[int], tp_size: int) -> None:
@@ -45,8 +59,9 @@ def refuse_fusion(runner: _ModelRunner, layers: Sequence[int], tp_size: int) -> 
     """
     if tp_size == 1 or not any(layers):
         return
+    settled = _settled(runner)
     for setting, cure in _SETTINGS.items():
-        value = getattr(runner.server_args, setting, None)
+        value = getattr(settled, setting, None)
         if value:
             raise CaptureRefusedError(
                 f"{setting} is {value!r} with {tp_size} tensor-parallel ranks: all-reduce and norm may be one kernel, and "

@@ -9,7 +9,6 @@ import numpy as np
 
 from hsx.commands.output import table
 from hsx.core.dump import SUFFIX
-from hsx.core.layout import CHUNK_TOKENS
 from hsx.dumps.reader import MappedDump
 from hsx.errors import RunError
 from hsx.stores.codec_sample import CHUNKS, CodecTrial, try_codecs
@@ -19,12 +18,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def try_on(source: str, hidden_size: int) -> list[CodecTrial]:
+def try_on(source: str, hidden_size: int, chunk_tokens: int) -> list[CodecTrial]:
     """Tries every codec on states of a store, a dump, or a folder of dumps.
 
     Args:
         source: its path.
         hidden_size: H of the job's model, which they have to be of.
+        chunk_tokens: tokens of an inner chunk of the job's store: so many are compressed at a time.
 
     Raises:
         RunError: `not_run_yet` where there is nothing at the path; `usage` where the states are of another width;
@@ -35,22 +35,22 @@ def try_on(source: str, hidden_size: int) -> list[CodecTrial]:
     if not path.exists():
         raise RunError("not_run_yet", f"{path} does not exist; give --sample a store or a dump of this model")
     dumps = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))[:CHUNKS]
-    chunks = [_of_dump(dump) for dump in dumps] if dumps else _of_store(path)
+    chunks = [_of_dump(dump, chunk_tokens) for dump in dumps] if dumps else _of_store(path, chunk_tokens)
     width = chunks[0].shape[-1]
     if width != hidden_size:
         raise RunError("usage", f"{path} has states of width {width}; the job's model has {hidden_size}")
     return try_codecs(chunks)
 
 
-def _of_dump(path: Path) -> NDArray[np.uint16]:
+def _of_dump(path: Path, chunk_tokens: int) -> NDArray[np.uint16]:
     dump = MappedDump(path)
-    middle = max((dump.header.tokens - CHUNK_TOKENS) // 2, 0)
-    chunk = dump.states[middle : middle + CHUNK_TOKENS].copy()
+    middle = max((dump.header.tokens - chunk_tokens) // 2, 0)
+    chunk = dump.states[middle : middle + chunk_tokens].copy()
     dump.close()
     return chunk
 
 
-def _of_store(path: Path) -> list[NDArray[np.uint16]]:
+def _of_store(path: Path, chunk_tokens: int) -> list[NDArray[np.uint16]]:
     store = Store(path)
     committed = store.committed
     if store.info.layout.dtype != "bf16":
@@ -64,10 +64,10 @@ def _of_store(path: Path) -> list[NDArray[np.uint16]]:
     chunks = []
     for index in map(int, chosen):
         if store.info.layout.selects:
-            chunks.append(store.hidden_states_numpy(index)[:CHUNK_TOKENS])
+            chunks.append(store.hidden_states_numpy(index)[:chunk_tokens])
             continue
-        middle = max((store.tokens(index) - CHUNK_TOKENS) // 2, 0)
-        chunks.append(store.hidden_states_numpy(index, middle, min(middle + CHUNK_TOKENS, store.tokens(index))))
+        middle = max((store.tokens(index) - chunk_tokens) // 2, 0)
+        chunks.append(store.hidden_states_numpy(index, middle, min(middle + chunk_tokens, store.tokens(index))))
     return chunks
 
 

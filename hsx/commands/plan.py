@@ -119,7 +119,7 @@ def _tried(sample: str, loaded: LoadedConfig, shape: ModelShape) -> list[CodecTr
     """What the codecs make of states; of bf16 ones alone. Raises RunError `usage` for a job that stores others."""
     if loaded.config.storage.dtype != "bf16":
         raise RunError("usage", f"--sample tries codecs on bf16 states; storage.dtype is {loaded.config.storage.dtype!r}")
-    return codecs.try_on(sample or str(loaded.store), shape.hidden_size)
+    return codecs.try_on(sample or str(loaded.store), shape.hidden_size, loaded.config.storage.chunk_tokens)
 
 
 def _left(loaded: LoadedConfig) -> tuple[Survey, Counts, float | None]:

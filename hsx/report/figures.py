@@ -176,7 +176,7 @@ def heat_map(number: int, facts: dict[str, Any], names: tuple[str, ...], limit: 
         axes.set_yticks(np.arange(len(names)) + 0.5, names)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _thousands(axes, "x")
-        axes.set_xlabel("token")
+        axes.set_xlabel("stored token" if facts["stored"] < facts["tokens"] else "token")
         axes.grid(visible=False)
         for spine in axes.spines.values():
             spine.set_visible(False)

@@ -217,7 +217,9 @@ def _heat_maps(document: dict[str, Any]) -> list[Html]:
     names, limit = tuple(document["job"]["store"]["states"]), drawn_as.heat_limit(facts["heats"])
     content: list[object] = []
     for place, heat in enumerate(facts["heats"]):
-        cut = f", of which the first {heat['shown']:,} are shown" if heat["shown"] < heat["tokens"] else ""
+        fewer = heat["stored"] < heat["tokens"]
+        kept = f", of which {heat['stored']:,} are stored" if fewer else ""
+        cut = f", of which the first {heat['shown']:,} are shown" if heat["shown"] < heat["stored"] else ""
         each = (
             f"; each column is the token farthest from the median of {heat['tokens_per_column']}"
             if heat["tokens_per_column"] > 1
@@ -231,7 +233,11 @@ def _heat_maps(document: dict[str, Any]) -> list[Html]:
             tag(
                 "div",
                 tag("h3", "Sample ", number(heat["index"]), " ", code(heat["id"])),
-                tag("p", f"{heat['tokens']:,} tokens{cut}{each}. First token: {first}.", class_="note"),
+                tag(
+                    "p",
+                    f"{heat['tokens']:,} tokens{kept}{cut}{each}. First {'stored ' if fewer else ''}token: {first}.",
+                    class_="note",
+                ),
                 Html(drawn_as.heat_map(place, heat, names, limit)),
             )
         )

@@ -72,6 +72,7 @@ def _heat_facts(heat: Heat, store: Store) -> dict[str, Any]:
         "index": heat.index,
         "id": store.sample_id(heat.index),
         "tokens": heat.tokens,
+        "stored": heat.stored,
         "shown": len(heat.norms),
         "medians": [float(middle) for middle in middles],
         "first": [float(norm) for norm in heat.norms[0]],

@@ -42,10 +42,18 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Norms of one sample: float32 [tokens, L], 0 for one that is not finite; `tokens` is its whole length."""
+    """Norms of one sample.
+
+    Attributes:
+        index: the sample.
+        tokens: its whole length.
+        stored: how many of its tokens have states in the store.
+        norms: float32 [rows, L], of the first of those; 0 for one that is not finite.
+    """
 
     index: int
     tokens: int
+    stored: int
     norms: NDArray[np.float32]
 
 
@@ -58,7 +66,7 @@ class DrawnStates:
         samples: indices of the samples that were read, in the order of the draw.
         unreadable: those that could not be.
         norms: float32 [n, L]: Euclidean norms of all rows read, but for each sample's first token.
-        first: float32 [m, L]: norms of the first tokens, one of each sample.
+        first: float32 [m, L]: norms of the first tokens, one of each sample that has it stored.
         mean_square: float64 [L, H]: per channel, over the rows of `norms`.
         largest: float32 [L, H]: largest absolute value, over the same rows.
         nbytes: payload bytes that were read.
@@ -160,12 +168,17 @@ class _Totals:
 
 def _drawn_chunks(store: Store, index: int, seed: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
     """(first token, bits) of the inner chunks that are read of a sample."""
-    size, tokens = store.info.layout.chunk_tokens, store.tokens(index)
-    count = store.info.layout.chunks(tokens)
+    size, positions = store.info.layout.chunk_tokens, store.positions_numpy(index)
+    count = store.info.layout.chunks(len(positions))
     others = random.Random(f"{seed}-{index}").sample(range(1, count), min(CHUNKS, count) - 1)
     for chunk in [0, *sorted(others)]:
-        start = chunk * size
-        yield start, store.hidden_states_numpy(index, start, min(start + size, tokens))
+        tokens = positions[chunk * size : (chunk + 1) * size]
+        yield int(tokens[0]), _bits_of(store, index, tokens)
+
+
+def _bits_of(store: Store, index: int, tokens: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """The rows of `tokens`, of which one follows the other in the store: bf16 bits [rows, L, H]."""
+    return store.hidden_states_numpy(index, int(tokens[0]), int(tokens[-1]) + 1)
 
 
 def _heat_maps(store: Store, found: DrawnStates) -> list[Heat]:
@@ -183,14 +196,13 @@ def _heat_maps(store: Store, found: DrawnStates) -> list[Heat]:
 
 
 def _heat(store: Store, index: int) -> Heat:
-    tokens, size = store.tokens(index), store.info.layout.chunk_tokens
-    shown = min(tokens, HEAT_TOKENS)
-    norms = np.empty((shown, store.info.layout.states), np.float32)
-    for start in range(0, shown, size):
-        stop = min(start + size, shown)
-        norms[start:stop] = norms_of(_floats(store.hidden_states_numpy(index, start, stop)))
+    positions, size = store.positions_numpy(index), store.info.layout.chunk_tokens
+    shown = positions[:HEAT_TOKENS]
+    norms = np.empty((len(shown), store.info.layout.states), np.float32)
+    for start in range(0, len(shown), size):
+        norms[start : start + size] = norms_of(_floats(_bits_of(store, index, shown[start : start + size])))
     norms[~np.isfinite(norms)] = 0.0
-    return Heat(index, tokens, norms)
+    return Heat(index, store.tokens(index), len(positions), norms)
 
 
 def _floats(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -240,16 +240,24 @@ def test_ranks_that_may_hand_out_parts_of_a_sum_are_refused(tmp_path: Path, fold
     install("off", flashinfer_allreduce_fusion_backend=None, enable_flashinfer_allreduce_fusion=False)
     install("unknown")
     install("h_0 alone", layers=(0,), **fused)
+    # As from 0.5.19 on: what was given stays in server_args, what was settled is in the runtime context.
+    context.get_exec = lambda: Thing(comm=Thing(**fused, enable_aiter_allreduce_fusion=False))
+    install("settled on", flashinfer_allreduce_fusion_backend=None)
+    context.get_exec = lambda: Thing(comm=Thing(flashinfer_allreduce_fusion_backend=None, enable_aiter_allreduce_fusion=False))
+    install("settled off", **fused)
     (folder / "said").write_text(json.dumps(said))
     """
     run(tmp_path, folder, INSTALL + textwrap.dedent(program))
     said = json.loads((folder / "said").read_text())
-    assert {name for name, reason in said.items() if not reason} == {"one rank", "off", "unknown", "h_0 alone"}
+    assert {name for name, reason in said.items() if not reason} == {
+        *("one rank", "off", "unknown", "h_0 alone", "settled off"),
+    }
     why = "all-reduce and norm may be one kernel, and layers may be handed out before the ranks' parts are added up"
     assert said["two"] == (
         f"flashinfer_allreduce_fusion_backend is 'auto' with 2 tensor-parallel ranks: {why}: start it with "
         "--enforce-disable-flashinfer-allreduce-fusion\n"
     )
+    assert said["settled on"] == said["two"]
     assert said["of before"].startswith("enable_flashinfer_allreduce_fusion is True with 2")
     assert said["on AMD"].endswith(f"{why}: start it without --enable-aiter-allreduce-fusion\n")
 

@@ -112,6 +112,10 @@ def test_smaller_chunks_are_told_where_they_take_less() -> None:
     saved = f"{1 - made.smaller_chunks[16] / made.file_bytes:.0%} less"
     assert f"with storage.chunk_tokens = 16 they would take 1.5 MB, {saved}" in describe(made, None)
     assert "chunk_tokens" not in describe(plan(lengths(1000, 2000), SPEC, 1024, [BIG], 2**30), None)
+    # Chunks of 32 tokens would take as much for samples of 40 as those of 64, which says nothing of smaller ones.
+    of_40 = plan(lengths(40, 40), SPEC, 1024, [BIG], 2**30)
+    assert list(of_40.smaller_chunks) == [16, 8]
+    assert "with storage.chunk_tokens = 8 they would take" in describe(of_40, None)
     # A codec leaves nothing of the fill, and whole chunks have none.
     assert plan(lengths(18, 18, 100), SPEC, 1024, [BIG], 2**30, codec="zstd").smaller_chunks == {}
     assert plan(lengths(64, 128), SPEC, 1024, [BIG], 2**30).smaller_chunks == {}

@@ -46,8 +46,9 @@ def test_the_jobs_own_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "zstd" not in capsys.readouterr().out
 
 
-def test_another_store_and_dumps_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = str(write_job(tmp_path))
+@pytest.mark.parametrize("chunk_tokens", [64, 16])
+def test_another_store_and_dumps_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str], chunk_tokens: int) -> None:
+    job = str(write_job(tmp_path, {"storage": {"chunk_tokens": chunk_tokens}}))
     states = random_states(np.random.default_rng(0), 200, 3, 64)
     (tmp_path / "other").mkdir()
     store = build_store(tmp_path / "other", [states]).info.path
@@ -60,7 +61,8 @@ def test_another_store_and_dumps_are_tried(tmp_path: Path, capsys: pytest.Captur
     for source in (store, dump, dump.parent):
         assert main(["plan", job, "--json", "--sample", str(source)]) == ExitCode.DONE
         found.append([trial["ratio"] for trial in json.loads(capsys.readouterr().out)["codecs"]])
-    assert found[0] == found[1] == found[2]
+    middle = states[(200 - chunk_tokens) // 2 :][:chunk_tokens]
+    assert found == 3 * [[trial.ratio for trial in try_codecs([middle])]]
 
 
 @pytest.mark.parametrize(

@@ -313,12 +313,21 @@ def test_without_a_copy_the_job_file_has_to_be_the_stores(job: KeptJob) -> None:
     assert not job.ledger.exists()
 
 
-def test_without_a_copy_the_codec_has_to_be_the_stores(job: KeptJob) -> None:
+@pytest.mark.parametrize(
+    ("storage", "told"),
+    [
+        ('codec = "zstd"', "storage.codec: the store has none; the job file has zstd"),
+        ("chunk_tokens = 16", "storage.chunk_tokens: the store has 64; the job file has 16"),
+        ('tokens = "loss"', "storage.tokens: the store has all; the job file has loss"),
+    ],
+)
+def test_without_a_copy_storage_has_to_be_the_stores(job: KeptJob, storage: str, told: str) -> None:
     job.ledger.unlink()
-    job.file.write_text(job.file.read_text() + '\n[storage]\ncodec = "zstd"\n')
-    with pytest.raises(RunError, match="the store has none; the job file has zstd") as caught:
+    job.file.write_text(f"{job.file.read_text()}\n[storage]\n{storage}\n")
+    with pytest.raises(RunError, match=told) as caught:
         rebuilt(replace(job, loaded=load(job.file)))
     assert caught.value.kind == "job_changed"
+    assert not job.ledger.exists()
 
 
 def test_a_run_without_its_ledger_points_to_the_rebuild(job: KeptJob) -> None:

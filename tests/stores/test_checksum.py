@@ -53,16 +53,20 @@ def test_other_threads_run_meanwhile() -> None:
             ran.append(True)
 
     usual = sys.getswitchinterval()
-    for _ in range(1000):  # on a busy machine the thread may not come to it in the first ones
-        gate.acquire()
-        thread = threading.Thread(target=waits)
-        thread.start()
-        sys.setswitchinterval(1000)
-        gate.release()
-        crc32c(data)
-        seen = bool(ran)
+    # Before the thread is there: one that waits for the lock already would have it handed over after the usual time.
+    sys.setswitchinterval(1000)
+    try:
+        for _ in range(1000):  # on a busy machine the thread may not come to it in the first ones
+            ran.clear()  # the thread of the turn before has run by now, whoever held the lock
+            gate.acquire()
+            thread = threading.Thread(target=waits)
+            thread.start()
+            gate.release()
+            crc32c(data)
+            seen = bool(ran)
+            thread.join()
+            if seen:
+                break
+    finally:
         sys.setswitchinterval(usual)
-        thread.join()
-        if seen:
-            break
     assert seen

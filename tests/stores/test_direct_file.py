@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hsx.stores.checksum import crc32c
-from hsx.stores.direct_file import DirectFile
+from hsx.stores.direct_file import AT_ONCE, DirectFile
 from hsx.stores.shard_reader import ShardError, ShardFile
 from hsx.testing.stores import BuiltStore, build_store, random_bits
 from hsx.verify import verify
@@ -89,6 +89,23 @@ def test_it_is_the_device_that_is_read(tmp_path: Path) -> None:
     file.close()
     file.close()
     assert file.read([0], out.reshape(1, -1).view(np.uint8)) is None
+
+
+def test_more_chunks_are_read_than_one_call_takes(tmp_path: Path) -> None:
+    chunks = AT_ONCE + 3
+    states = random_bits(np.random.default_rng(0), 8 * chunks, 2, 128)
+    built = build_store(tmp_path, [states], roots=("a",), chunk_tokens=8)
+    layout, out = built.info.layout, aligned(8 * chunks, 128)
+    places = [number * layout.block_bytes for number in range(chunks)]
+    file = DirectFile(built.shard(0), layout)
+    recorded = file.read(places, out.reshape(chunks, -1).view(np.uint8))
+    file.close()
+    if recorded is None:
+        with pytest.raises(OSError, match="Invalid argument"):  # no O_DIRECT here
+            os.close(os.open(built.shard(0), os.O_RDONLY | os.O_DIRECT))
+        return
+    assert np.array_equal(out, states)
+    assert recorded == [crc32c(chunk) for chunk in states.reshape(chunks, -1).view(np.uint8)]
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(1, 64), (0, 63)])
