@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hsx.core.fingerprint import changes
+from hsx.core.fingerprint import Change, changes
 from hsx.core.layout import StoreLayout
 from hsx.datasets import longest_allowed, open_dataset, open_source
 from hsx.errors import RunError
@@ -31,7 +31,7 @@ from hsx.stores.tokens import TokenTable
 from hsx.twins import find_twins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hsx.config import Storage
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from hsx.core.spec import CaptureSpec, ModelShape
     from hsx.ports import Dataset
 
+_OWN: Final = ("capture.", "store.", "storage.")
+"""Fields of the fingerprint that come from the job file alone; `dataset.max_tokens`, too."""
 MANIFEST_FILE: Final = "dataset.json"
 """In the state folder: the dataset's files, their sizes and hashes, and how many rows each has."""
 
@@ -64,10 +66,17 @@ class OpenJob:
 
 def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> dict[str, str]:
     """The settings that decide what is stored; a job resumes under no other. Reads the dataset file once, for its hash."""
-    config = loaded.config
     return {
         **dataset.fingerprint(),
-        **model_fingerprint(loaded.model, config.model.revision),
+        **model_fingerprint(loaded.model, loaded.config.model.revision),
+        **_settings(loaded, shape),
+    }
+
+
+def _settings(loaded: LoadedConfig, shape: ModelShape) -> dict[str, str]:
+    """Those of them that are read in the job file alone."""
+    config = loaded.config
+    return {
         "dataset.max_tokens": str(longest_allowed(config, shape)),
         "capture.layers": str(list(config.capture.layers)),
         "capture.final": config.capture.final,
@@ -76,6 +85,30 @@ def fingerprint(loaded: LoadedConfig, dataset: Dataset, shape: ModelShape) -> di
         "storage.codec": config.storage.codec,
         **_less(config.storage),
     }
+
+
+def changed_settings(loaded: LoadedConfig, shape: ModelShape) -> list[Change]:
+    """The settings in which the job file contradicts the job that was begun with it; of dataset and model nothing is read.
+
+    None for a job that was not begun. Raises RunError as `LedgerReader`.
+    """
+    path = loaded.state_dir / FILE_NAME
+    if not path.exists():
+        return []
+    with LedgerReader(path) as reader:
+        recorded = reader.fingerprint
+    own = {key: value for key, value in recorded.items() if key == "dataset.max_tokens" or key.startswith(_OWN)}
+    return changes(own, _settings(loaded, shape))
+
+
+def job_changed(loaded: LoadedConfig, differing: Sequence[Change]) -> RunError:
+    """The error of a job file that says otherwise than the job that was begun with it."""
+    return RunError(
+        "job_changed",
+        f"job {loaded.config.job.name} cannot be continued with other settings:\n  "
+        + "\n  ".join(map(str, differing))
+        + f"\nput them back, or start another store ({loaded.store} keeps what it has)",
+    )
 
 
 def _less(storage: Storage) -> dict[str, str]:
@@ -123,12 +156,7 @@ def prepare(loaded: LoadedConfig, progress: Callable[[int, int], None]) -> OpenJ
         with LedgerReader(path) as reader:
             run, differing = reader.run, changes(reader.fingerprint, current)
         if differing:
-            raise RunError(
-                "job_changed",
-                f"job {loaded.config.job.name} cannot be continued with other settings:\n  "
-                + "\n  ".join(map(str, differing))
-                + f"\nput them back, or start another store ({loaded.store} keeps what it has)",
-            )
+            raise job_changed(loaded, differing)
         store = open_store(loaded.store)
         require_run(store, run, path)
         refuse_copy(path)

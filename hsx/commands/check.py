@@ -18,6 +18,7 @@ from hsx.datasets import longest_allowed
 from hsx.datasets.sniff import sniff
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
+from hsx.prepare import changed_settings
 from hsx.printable import printable
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         raise RunError("usage", "hsx check needs a job file, or --schema")
     loaded = load(args.job)
     shape, findings = examine(loaded)
+    if shape is not None:
+        findings += [Finding("error", change.key, change.message) for change in changed_settings(loaded, shape)]
     seen = None
     if all(finding.key != "dataset.path" and finding.key != "dataset.columns" for finding in findings):
         try:

@@ -21,6 +21,7 @@ from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import TB, TIB, Plan, plan
+from hsx.prepare import changed_settings, job_changed
 from hsx.printable import printable
 from hsx.progress_view import duration
 from hsx.records import BadRow
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     shape = read_model_shape(loaded.model)
     counts, measured, seen, reasons = None, None, None, dict[str, int]()
     if (loaded.state_dir / FILE_NAME).exists():
+        if changed := changed_settings(loaded, shape):
+            raise job_changed(loaded, changed)
         left, counts, measured = _left(loaded)
     else:
         seen = sniff(loaded.config)

@@ -18,8 +18,18 @@ class Change:
     recorded: str | None
     current: str | None
 
+    @property
+    def key(self) -> str:
+        """Its name in the job file."""
+        return _KEYS.get(self.field, self.field)
+
+    @property
+    def message(self) -> str:
+        """What became of it."""
+        return f"the job was started with {self.recorded!r}, now it is {self.current!r}"
+
     def __str__(self) -> str:
-        return f"{_KEYS.get(self.field, self.field)}: the job was started with {self.recorded!r}, now it is {self.current!r}"
+        return f"{self.key}: {self.message}"
 
 
 def changes(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:

@@ -302,3 +302,15 @@ def test_progress_is_said_now_and_then(capsys: pytest.CaptureFixture[str]) -> No
     Ticker(0).say(lambda: "samples 1/2")
     Ticker(3600).say(lambda: pytest.fail("was asked too early"))
     assert capsys.readouterr().err == "samples 1/2\n"
+
+
+def test_a_job_file_that_was_changed_is_told_before_the_run(left: LeftJob, tmp_path: Path, screen: Screen) -> None:
+    """Not only by the run itself, when everything else is up."""
+    write_job(tmp_path, {"storage": {"chunk_tokens": 16}, "capture": {"layers": [0, 1]}})
+    assert main(["plan", left.file]) == ExitCode.REFUSED
+    said = screen.error()
+    assert "[job_changed]" in said
+    assert "storage.chunk_tokens: the job was started with '64', now it is '16'" in said
+    assert "capture.layers: the job was started with" in said
+    assert main(["check", left.file]) == ExitCode.REFUSED
+    assert "error: storage.chunk_tokens: the job was started with '64', now it is '16'" in screen.error()
