@@ -107,7 +107,7 @@ def _capture(request: ImportRequest, source: Source) -> CaptureSpec:
     """The states that the files have."""
     layers, final = request.layers, request.final
     if (request.folder / MANIFEST).exists():
-        manifest = read_manifest(request.folder)
+        manifest = read_manifest(request.folder, "import_refused")
         made_for = manifest.get("to")
         # A speculators export has the files of vLLM's connector, too.
         if made_for != request.kind and (request.kind, made_for) != ("vllm", "speculators"):
