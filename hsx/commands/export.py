@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsx.commands.output import Ticker, emit, emit_json, plural
+from hsx.core.amounts import in_words
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.export import load_format
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             emit_json(planned.document())
         return ExitCode.DONE
     ticker = Ticker()
-    done = export(planned, lambda now: ticker.say(lambda: f"files {now.done}/{now.rows}, {now.nbytes / 1e9:.1f} GB written"))
+    done = export(planned, lambda now: ticker.say(lambda: f"files {now.done}/{now.rows}, {in_words(now.nbytes)} written"))
     if args.json:
         emit_json({**planned.document(), "folder": planned.folder, "part": asdict(done)})
     else:
@@ -80,10 +81,10 @@ def describe(planned: ExportPlan) -> str:
 
 def summary(planned: ExportPlan, done: Progress) -> str:
     """What was written."""
-    rate = done.nbytes / max(done.seconds, 1e-9) / 1e9
+    rate = round(done.nbytes / max(done.seconds, 1e-9))
     parts = [
         f"{plural(done.done, 'file')} of {done.rows} in {planned.folder}",
-        f"{done.nbytes / 1e9:.2f} GB written, {rate:.2f} GB/s",
+        f"{in_words(done.nbytes)} written, {in_words(rate)}/s",
     ]
     if done.kept:
         parts.append(f"{done.kept} were there already")

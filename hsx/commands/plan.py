@@ -12,6 +12,7 @@ import numpy as np
 from hsx.commands import codecs
 from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, plural, table
+from hsx.core.amounts import in_words
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
 from hsx.datasets.sniff import sniff
@@ -20,7 +21,7 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
-from hsx.plan import TB, TIB, Plan, plan
+from hsx.plan import Plan, plan
 from hsx.printable import printable
 from hsx.progress_view import duration
 from hsx.records import BadRow
@@ -202,11 +203,11 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines += [
         f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
         f"tokens     {result.tokens}" + _stored(result),
-        f"payload    {_size(result.payload_bytes)}",
-        f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
+        f"payload    {in_words(result.payload_bytes)}",
+        f"on disk    {in_words(result.file_bytes)}, with checksums and padding" + _before(result.codec),
         *([] if counts else _smaller_chunks(result)),  # they are fixed from the first run on
         *_shared(result),
-        f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
+        f"staging    {in_words(result.dump_bytes)} for the largest dump, of {in_words(result.staging_bytes)}",
     ]
     if result.hours is not None and result.tokens_per_s:
         took = duration(result.hours * 3600)
@@ -214,7 +215,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
     else:
         lines.append("time       unknown: give --rate TOKENS_PER_S")
     buckets = [(f"{b.lower}-{b.upper}", b.samples, b.tokens) for b in result.buckets]
-    roots = [(r.name, r.samples, _size(r.nbytes), _size(r.free), _size(r.reserve), _size(r.left)) for r in result.roots]
+    roots = [(r.name, r.samples, *map(in_words, (r.nbytes, r.free, r.reserve, r.left))) for r in result.roots]
     lines += ["", table(("tokens", "samples", "sum of tokens"), buckets)]
     lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
     lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
@@ -233,7 +234,7 @@ def _smaller_chunks(result: Plan) -> list[str]:
         return []
     return [
         f"chunks     of {result.chunk_tokens} tokens, to which each shard is filled up: with storage.chunk_tokens = {fewer} "
-        f"they would take {_size(nbytes)}, {saved:.0%} less"
+        f"they would take {in_words(nbytes)}, {saved:.0%} less"
     ]
 
 
@@ -241,7 +242,7 @@ def _shared(result: Plan) -> list[str]:
     if not result.shared:
         return []
     more = f"{plural(result.shared, 'more sample')} with the same prompt as another one"
-    return [f"identical  {more}: {result.shared_tokens} tokens and {_size(result.shared_bytes)} are saved"]
+    return [f"identical  {more}: {result.shared_tokens} tokens and {in_words(result.shared_bytes)} are saved"]
 
 
 def _stored(result: Plan) -> str:
@@ -257,12 +258,3 @@ def _before(codec: str) -> str:
 
 def _rejected(count: int) -> str:
     return f"; {plural(count, 'bad row')} {'is' if count == 1 else 'are'} left out" if count else ""
-
-
-def _size(nbytes: int) -> str:
-    if abs(nbytes) >= TB // 100:
-        return f"{nbytes / TB:.3f} TB ({nbytes / TIB:.3f} TiB)"
-    for unit, words in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:.1f} {words}"
-    return f"{nbytes} B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from hsx.core.amounts import in_words
 from hsx.datasets import detect_format, naming_of, open_source
 from hsx.datasets.fields import Bad
 from hsx.datasets.masks import MASKS
@@ -60,7 +61,7 @@ class Sniffed:
         ]
         schema += [f"{len(ordered) - FIELDS_SHOWN} more"] if len(ordered) > FIELDS_SHOWN else []
         return [
-            f"dataset    {where}, {self.kind}, {self.nbytes} bytes" + (f"; not read: {skipped}" if skipped else ""),
+            f"dataset    {where}, {self.kind}, {in_words(self.nbytes)}" + (f"; not read: {skipped}" if skipped else ""),
             f"format     {self.format}" + (", told from the first row" if self.told else ", as the job file says"),
             f"fields     {'; '.join(schema) or 'none'}",
             *(f"note       {note}" for note in self.notes),
