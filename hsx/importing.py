@@ -161,4 +161,6 @@ def _mapped(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...],
         mapping = manifest["mapping"]
         return tuple(int(k) for k in mapping["layers"]), final_state(str(mapping["final"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError("import_refused", f"{folder / MANIFEST} says nothing of the states: {error}") from error
+        raise RunError(
+            "import_refused", f"{folder / MANIFEST} says nothing of the states; expected 'mapping' with layers and final"
+        ) from error

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.datasets.sniff import ALL_COUNT
 from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hsx.datasets.sniff import Sniffed
     from hsx.ports import Dataset
 
 BAD_SHOWN = 5
@@ -31,6 +33,7 @@ class Preview:
         tokens: of all usable rows.
         counted: tokens that count for the loss.
         unmasked: usable rows of which no token counts.
+        whole: usable rows of which every token counts.
         cut: usable rows that were cut, because they were too long.
         lengths: tokens of each usable row.
         samples: some usable rows, the first ones.
@@ -44,6 +47,7 @@ class Preview:
     tokens: int = 0
     counted: int = 0
     unmasked: int = 0
+    whole: int = 0
     cut: int = 0
     lengths: list[int] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
@@ -75,11 +79,23 @@ def take(dataset: Dataset, rows: int, samples: int) -> Preview:
         found.tokens += len(row.input_ids)
         found.counted += kept
         found.unmasked += not kept
+        found.whole += kept == len(row.input_ids)
         found.cut += row.cut > 0
         found.lengths.append(len(row.input_ids))
         if len(found.samples) < samples:
             found.samples.append(row)
     return found
+
+
+def whole_note(whole: int, accepted: int, seen: Sniffed) -> list[str]:
+    """A line on usable rows of which every token counts for the loss, where what was found of the dataset does not say so yet.
+
+    A row without a mask is such a row; one in a dataset that has masks is easily overlooked.
+    """
+    if not whole or (whole == accepted and any(note.endswith(ALL_COUNT) for note in seen.notes)):
+        return []
+    which = "every usable row" if whole == accepted else f"{whole} of {accepted} usable rows"
+    return [f"note       every token of {which} counts for the loss: the mask is all ones, or there is none"]
 
 
 def pieces(row: Row, decode: Callable[[list[int]], str] | None) -> Iterable[tuple[str, bool]]:

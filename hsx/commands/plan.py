@@ -22,6 +22,7 @@ from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
 from hsx.plan import Plan, plan
+from hsx.preview import whole_note
 from hsx.printable import printable
 from hsx.progress_view import duration
 from hsx.records import BadRow
@@ -53,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of what is left to do; refused where it does not fit."""
     loaded, _ = load_fit(args.job)
     shape = read_model_shape(loaded.model)
-    counts, measured, seen, reasons = None, None, None, dict[str, int]()
+    counts, measured, seen, reasons, whole = None, None, None, dict[str, int](), 0
     if (loaded.state_dir / FILE_NAME).exists():
         left, counts, measured = _left(loaded)
     else:
         seen = sniff(loaded.config)
         left = survey(loaded, shape)
-        reasons = left.reasons
+        reasons, whole = left.reasons, left.whole
     if not len(left.lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
@@ -83,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
-        known = {"dataset": asdict(seen), "reasons": reasons} if seen else {}
+        known = {"dataset": asdict(seen), "reasons": reasons, "whole": whole} if seen else {}
         emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **known, **tried})
     else:
         if seen:
             facts = (printable(line, keep="") for line in seen.lines())
-            emit("\n".join([*facts, *_accepted(result, reasons), ""]))
+            emit("\n".join([*facts, *_accepted(result, reasons), *whole_note(whole, result.samples + result.shared, seen), ""]))
         emit(describe(result, counts))
         if trials is not None:
             emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))
@@ -106,6 +107,7 @@ class Survey:
         shared_rows: those of them that are stored.
         rejected: bad rows.
         reasons: those, by reason; empty where the dataset was not read.
+        whole: usable rows of which every token counts for the loss: their mask is all ones, or they have none.
     """
 
     lengths: NDArray[np.int64]
@@ -114,6 +116,7 @@ class Survey:
     shared_rows: NDArray[np.int64]
     rejected: int
     reasons: dict[str, int] = field(default_factory=dict)
+    whole: int = 0
 
 
 def _tried(sample: str, loaded: LoadedConfig, shape: ModelShape) -> list[CodecTrial]:
@@ -149,12 +152,13 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
     """
     lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
     stored, storage = array("q"), loaded.config.storage
-    reasons, counted = Counter[str](), False
+    reasons, counted, whole = Counter[str](), False, 0
     share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
             counted = counted or bool(row.loss_mask.any())
+            whole += bool(row.loss_mask.all())
             loss = storage.tokens == "loss"
             stored.append(len(kept_positions(row.loss_mask, storage.context)) if loss else len(row.input_ids))
             same = as_stored(row.input_ids, row.loss_mask, storage.tokens, storage.context).astype(np.int32, copy=False)
@@ -166,7 +170,7 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
         if len(bad) < BAD_ROWS_SHOWN:
             bad.append(row)
     if rejected and loaded.config.dataset.on_bad_row == "refuse":
-        lines = [f"line {row.line}: {row.reason}: {row.message}" for row in bad]
+        lines = [f"{row.named}: {row.reason}: {row.message}" for row in bad]
         more = [f"... and {rejected - len(bad)} more"] if rejected > len(bad) else []
         leave = f"on_bad_row = 'skip' leaves {'it' if rejected == 1 else 'them'} out"
         head = f"{loaded.dataset} has {plural(rejected, 'bad row')}; {leave if lengths or unnamed < rejected else ADD_IDS}"
@@ -178,7 +182,7 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
         raise RunError("mask_empty", NOTHING_COUNTS.format(samples=len(lengths)))
     tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
     rows = np.frombuffer(stored, np.int64)
-    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected, dict(sorted(reasons.items())))
+    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected, dict(sorted(reasons.items())), whole)
 
 
 def _accepted(result: Plan, reasons: dict[str, int]) -> list[str]:

@@ -17,7 +17,7 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.index import NOTHING_COUNTS
 from hsx.model_config import read_model_shape
-from hsx.preview import Preview, pieces, take
+from hsx.preview import Preview, pieces, take, whole_note
 from hsx.printable import printable
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _document(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] 
         "tokens": found.tokens,
         "counted": found.counted,
         "unmasked": found.unmasked,
+        "whole": found.whole,
         "cut": found.cut,
         "lengths": found.quantiles(),
         "bad": [asdict(row) for row in found.bad],
@@ -113,25 +114,27 @@ def _text(
     ]
     if found.unmasked:
         lines.append(f"note       {plural(found.unmasked, 'usable row')} without any token that counts")
+    lines += whole_note(found.whole, found.accepted, seen)
     if found.cut:
         lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
-    lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
+    lines += [f"bad row    {row.named}: {row.reason}: {row.message}" for row in found.bad]
     further = found.rows - found.accepted - len(found.bad)
     if further:
         lines.append(f"bad row    and {further} more")
     lines += [f"note       {note}" for note in notes]
     lines = [printable(line, keep="") for line in lines]  # what follows has colours, and its text is cleaned piece by piece
+    unit = "line" if seen.kind == "jsonl" else "row"
     for row in found.samples:
-        lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]
+        lines += ["", printable(_head(row, unit)), _shown(row, decode, colour=colour)]
     if found.samples:
         lines += ["", "what counts for the loss is " + ("green" if colour else "between [[ and ]]")]
     return "\n".join(lines)
 
 
-def _head(row: Row) -> str:
+def _head(row: Row, unit: str) -> str:
     counted = int(row.loss_mask.sum())
     cut = f", {row.cut} more were cut off" if row.cut else ""
-    return f"--- {row.sample_id!r}, line {row.line}: {plural(len(row.input_ids), 'token')}, {counted} count{cut}"
+    return f"--- {row.sample_id!r}, {unit} {row.line}: {plural(len(row.input_ids), 'token')}, {counted} count{cut}"
 
 
 def _shown(row: Row, decode: Callable[[list[int]], str] | None, *, colour: bool) -> str:

@@ -19,6 +19,7 @@ IGNORED_SHOWN: Final = 8
 FIELDS_SHOWN: Final = 40
 LONGEST_SHOWN: Final = 80
 SYSTEM: Final = "system"
+ALL_COUNT: Final = "every token counts for the loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: s
     if form == "chat" and SYSTEM in names:
         notes.append(f"the field {SYSTEM!r} is not read; expected as the first turn where it is to be seen")
     if form == "tokens" and not any(getattr(columns, role) in names for role in MASKS):
-        notes.append("no loss mask, labels or prompt length: every token counts for the loss")
+        notes.append(f"no loss mask, labels or prompt length: {ALL_COUNT}")
     if form == "text" and not config.dataset.text_markers:
-        notes.append("no dataset.text_markers: every token counts for the loss")
+        notes.append(f"no dataset.text_markers: {ALL_COUNT}")
     if {columns.messages, columns.conversations} <= names and form == "chat":
         notes.append(f"{columns.messages} is read, {columns.conversations} is not")
     return notes

@@ -48,6 +48,10 @@ class WrittenRow:
     shard: int | None = None
 
 
+_FIELDS: Final = ("row", "id", "index", "tokens", "file", "bytes", "crc32c")
+"""What each line has; `shard` may be missing."""
+
+
 def rows_name(part: int, parts: int) -> str:
     """Name of the list of one part."""
     return "hsx-rows.jsonl" if parts == 1 else f"hsx-rows-{part}-of-{parts}.jsonl"
@@ -75,10 +79,12 @@ def read_rows(path: Path, kind: str = "export_refused") -> Iterator[WrittenRow]:
             try:
                 row = WrittenRow(**json.loads(line))
                 if not (type(row.id) is type(row.file) is str and type(row.row) is type(row.bytes) is int):
-                    raise TypeError("id and file are to be text, row and bytes whole numbers")
+                    raise ValueError("id and file are to be text, row and bytes whole numbers")
                 row.id.encode()  # JSON may hold half a character, which no other text can
             except (ValueError, TypeError, RecursionError) as error:
-                raise RunError(kind, f"{path}: line {number} is no row of an export: {error}") from error
+                # What Python says of a call that does not fit is no word on the file.
+                what = f"expected an object with {', '.join(_FIELDS)}" if isinstance(error, TypeError) else str(error)
+                raise RunError(kind, f"{path}: line {number} is no row of an export: {what}") from error
             yield row
 
 

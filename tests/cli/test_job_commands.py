@@ -89,6 +89,7 @@ def test_plan_lists_bad_rows(tmp_path: Path, screen: Screen) -> None:
     assert main(["plan", str(job)]) == ExitCode.REFUSED
     error = screen.error()
     assert error.startswith(f"hsx: error [dataset_rejected] {tmp_path}/rows.jsonl has 32 bad rows; on_bad_row = 'skip'")
+    assert "line 6, id 'x': missing_field" in error
     assert "line 7: not_json" in error
     assert "... and 12 more" in error
     assert main(["plan", str(write_skipping(tmp_path)), "--json"]) == ExitCode.DONE

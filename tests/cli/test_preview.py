@@ -87,7 +87,7 @@ def test_masks_that_are_all_zero_stop_everything_before_it_begins(tmp_path: Path
 def test_no_usable_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preview", job_with(tmp_path, [{"id": "a", "input_ids": []}])]) == ExitCode.REFUSED
     screen = capsys.readouterr()
-    assert "bad row    line 1: empty" in screen.out
+    assert "bad row    line 1, id 'a': empty" in screen.out
     assert "[dataset_empty]" in screen.err
 
 
@@ -99,6 +99,27 @@ def test_bad_rows_are_counted_and_what_becomes_of_them_is_said(tmp_path: Path, c
         assert shown.count("bad row    line ") == 5
         assert "bad row    and 2 more\n" in shown
         assert ("note       plan and run refuse a dataset with bad rows" in shown) == said
+
+
+def test_rows_that_count_whole_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row without a mask, among rows that have one, is easily overlooked."""
+    masked = {"id": "a", "input_ids": [1, 2], "loss_mask": [0, 1]}
+    without: list[dict[str, Any]] = [{"id": "b", "input_ids": [3, 4]}, {"id": "c", "input_ids": [5], "loss_mask": None}]
+
+    def said(command: str, rows: list[dict[str, Any]]) -> list[str]:
+        assert main([command, job_with(tmp_path, rows)]) == ExitCode.DONE
+        return [line for line in capsys.readouterr().out.splitlines() if "every token" in line]
+
+    for command in ("plan", "preview"):
+        some = "note       every token of 2 of 3 usable rows counts for the loss: the mask is all ones, or there is none"
+        assert said(command, [masked, *without]) == [some]
+        assert said(command, [masked]) == []
+        nowhere = "note       no loss mask, labels or prompt length: every token counts for the loss"
+        assert said(command, without[:1]) == [nowhere]
+        everywhere = "note       every token of every usable row counts for the loss: the mask is all ones, or there is none"
+        assert said(command, without[1:]) == [everywhere]
+        assert main([command, job_with(tmp_path, [masked, *without]), "--json"]) == ExitCode.DONE
+        assert json.loads(capsys.readouterr().out)["whole"] == 2
 
 
 def test_check_and_plan_tell_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

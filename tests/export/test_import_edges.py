@@ -264,7 +264,7 @@ def test_a_broken_list_of_rows_refuses_the_import(post: Truth, tmp_path: Path) -
     path = tmp_path / "x" / "hsx-rows.jsonl"
     whole = path.read_bytes()
     path.write_text('{"row": 0}\n')
-    with pytest.raises(RunError, match="line 1 is no row of an export") as caught:
+    with pytest.raises(RunError, match="line 1 is no row of an export: expected an object with row, id,") as caught:
         bring(tmp_path / "x", tmp_path / "store", "specforge")
     assert caught.value.kind == "import_refused"
     path.unlink()
