@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from hsx.commands.output import Ticker, emit, emit_json, plural
 from hsx.core.amounts import in_words
@@ -19,6 +19,10 @@ from hsx.stores.reader import Store
 
 if TYPE_CHECKING:
     import argparse
+
+
+IDS_SHOWN: Final = 5
+"""Samples that are left out and named, for each reason."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,15 +50,19 @@ def run(args: argparse.Namespace) -> int:
         emit(describe(planned))
     if args.dry_run:
         if args.json:
-            emit_json(planned.document())
+            emit_json(_document(planned))
         return ExitCode.DONE
     ticker = Ticker()
     done = export(planned, lambda now: ticker.say(lambda: f"files {now.done}/{now.rows}, {in_words(now.nbytes)} written"))
     if args.json:
-        emit_json({**planned.document(), "folder": planned.folder, "part": asdict(done)})
+        emit_json({**_document(planned), "folder": planned.folder, "part": asdict(done)})
     else:
         emit(summary(planned, done))
     return ExitCode.DONE
+
+
+def _document(planned: ExportPlan) -> dict[str, Any]:
+    return {**planned.document(), "left_out_samples": list(planned.left_out())}
 
 
 def describe(planned: ExportPlan) -> str:
@@ -65,7 +73,7 @@ def describe(planned: ExportPlan) -> str:
         f"{store.path} to {planned.form.name} in {planned.folder}: {rows}, {selection.tokens} tokens, H = {store.hidden_size}"
     ]
     lines += [f"  {line}" for line in planned.mapping.lines()]
-    lines += [f"  left out: {plural(count, 'sample')} ({reason})" for reason, count in selection.left_out.items()]
+    lines += _left_out(planned)
     if planned.form.layer_shift and planned.mapping.trainer_layers:
         lines.append(
             f"  layer ids for the trainer's configuration: {planned.mapping.trainer_layers} (h_k is the output of layer k - 1)"
@@ -77,6 +85,16 @@ def describe(planned: ExportPlan) -> str:
     if planned.request.parts > 1:
         lines.append(f"  part {planned.request.part} of {planned.request.parts}: {plural(len(planned.rows), 'file')}")
     return "\n".join(lines)
+
+
+def _left_out(planned: ExportPlan) -> list[str]:
+    """A line for each reason for which samples are no rows, with the first ids."""
+    lines = []
+    for reason, indices in planned.selection.without.items():
+        names = ", ".join(repr(planned.store.sample_id(index)) for index in indices[:IDS_SHOWN].tolist())
+        more = f" and {len(indices) - IDS_SHOWN} more, see --json" if len(indices) > IDS_SHOWN else ""
+        lines.append(f"  left out: {plural(len(indices), 'sample')} ({reason}): {names}{more}")
+    return lines
 
 
 def summary(planned: ExportPlan, done: Progress) -> str:
