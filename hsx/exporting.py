@@ -17,7 +17,7 @@ from hsx.errors import RunError
 from hsx.export.manifest import FORMAT
 from hsx.export.mapping import map_states
 from hsx.export.protocol import IndexRow
-from hsx.export.vocabulary import Vocabulary
+from hsx.export.vocabulary import Coverage, Vocabulary, count_tokens, coverage
 from hsx.model_config import read_model_shape
 
 if TYPE_CHECKING:
@@ -125,6 +125,11 @@ class ExportPlan:
     def all_rows(self) -> Iterator[IndexRow]:
         """Ids and masks of all rows, in order."""
         return map(self.index_row, range(len(self.selection.indices)))
+
+    def coverage(self) -> Coverage | None:
+        """What the draft vocabulary has of the tokens that count, in all rows, which are read; None without one."""
+        draft = self.vocabulary.draft
+        return None if draft is None else coverage(count_tokens(self.all_rows()), draft)
 
     def left_out(self) -> Iterator[dict[str, Any]]:
         """Each sample of the store that is no row: its id, its index and why."""

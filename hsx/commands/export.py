@@ -20,6 +20,8 @@ from hsx.stores.reader import Store
 if TYPE_CHECKING:
     import argparse
 
+    from hsx.export.vocabulary import Coverage
+
 
 IDS_SHOWN: Final = 5
 """Samples that are left out and named, for each reason."""
@@ -46,26 +48,28 @@ def run(args: argparse.Namespace) -> int:
         what = "is a file" if store.exists() else "does not exist"
         raise RunError("usage", f"{store} {what}; expected the folder of a store, as job.store of a job file names it")
     planned = plan(Store(store, roots=dict(args.root)), load_format(args.to), Path(args.folder), request)
+    covered = planned.coverage()
     if not args.json:
-        emit(describe(planned))
+        emit(describe(planned, covered))
     if args.dry_run:
         if args.json:
-            emit_json(_document(planned))
+            emit_json(_document(planned, covered))
         return ExitCode.DONE
     ticker = Ticker()
     done = export(planned, lambda now: ticker.say(lambda: f"files {now.done}/{now.rows}, {in_words(now.nbytes)} written"))
     if args.json:
-        emit_json({**_document(planned), "folder": planned.folder, "part": asdict(done)})
+        emit_json({**_document(planned, covered), "folder": planned.folder, "part": asdict(done)})
     else:
         emit(summary(planned, done))
     return ExitCode.DONE
 
 
-def _document(planned: ExportPlan) -> dict[str, Any]:
-    return {**planned.document(), "left_out_samples": list(planned.left_out())}
+def _document(planned: ExportPlan, covered: Coverage | None) -> dict[str, Any]:
+    known = {} if covered is None else {"draft_coverage": {**asdict(covered), "share": covered.share}}
+    return {**planned.document(), "left_out_samples": list(planned.left_out()), **known}
 
 
-def describe(planned: ExportPlan) -> str:
+def describe(planned: ExportPlan, covered: Coverage | None = None) -> str:
     """What will be written, from which states: for people."""
     store, selection = planned.store, planned.selection
     rows = plural(len(selection.indices), "sample")
@@ -74,6 +78,12 @@ def describe(planned: ExportPlan) -> str:
     ]
     lines += [f"  {line}" for line in planned.mapping.lines()]
     lines += _left_out(planned)
+    if covered is not None:
+        percent = covered.covered * 10000 // max(covered.counted, 1) / 100  # rounded down: 100 % is all of them
+        lines.append(
+            f"  draft vocabulary: {planned.vocabulary.draft} of {planned.vocabulary.target} tokens have {percent:.2f} % of the "
+            f"{covered.counted} that count for the loss; {covered.distinct} different ones occur"
+        )
     if planned.form.layer_shift and planned.mapping.trainer_layers:
         lines.append(
             f"  layer ids for the trainer's configuration: {planned.mapping.trainer_layers} (h_k is the output of layer k - 1)"
