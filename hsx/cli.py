@@ -119,8 +119,20 @@ def build_parser() -> argparse.ArgumentParser:
     preview = commands.add_parser(
         "preview", parents=[job, json, verbose], help="show some samples, what counts for the loss in colour, and numbers"
     )
-    preview.add_argument("--samples", type=_index, default=3, metavar="N", help="how many to show (default: 3)")
-    preview.add_argument("--rows", type=_count, default=1000, metavar="N", help="how many rows to read (default: 1000)")
+    preview.add_argument(
+        "--samples", type=_index, metavar="N", help="how many to show (default: 3; with --id those, with --bad none)"
+    )
+    preview.add_argument(
+        "--rows", type=_count, metavar="N", help="how many rows to read (default: 1000; with --id or --bad as many as needed)"
+    )
+    preview.add_argument(
+        "--id",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="show the row of this id, usable or bad; may be given more than once",
+    )
+    preview.add_argument("--bad", action="store_true", help="list the bad rows, with what is wrong with each")
     preview.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
     check = commands.add_parser("check", parents=[json, verbose], help="check a job file and print it resolved")
     check.add_argument("job", metavar="JOB", nargs="?", help="the job file (TOML)")
@@ -175,7 +187,10 @@ def build_parser() -> argparse.ArgumentParser:
     seal.add_argument("--no-verify", action="store_true", help="look for each shard, and read none")
     seal.add_argument("--undo", action="store_true", help="take the seal away")
     show = commands.add_parser("show", parents=[job, json, verbose], help="show one sample: ids, norms, where it lies")
-    show.add_argument("sample", metavar="SAMPLE", help="index or id of the sample")
+    show.add_argument("sample", metavar="SAMPLE", help="id or index of the sample; what is both is taken as an id")
+    key = show.add_mutually_exclusive_group()
+    key.add_argument("--id", dest="by", action="store_const", const="id", default="either", help="SAMPLE is an id")
+    key.add_argument("--index", dest="by", action="store_const", const="index", default="either", help="SAMPLE is an index")
     quarantine = commands.add_parser("quarantine", help="list quarantined samples, or give them another chance")
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", parents=[job, json, verbose], help="list quarantined samples with reason and evidence")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from hsx.capture.versions import OLDEST
+from hsx.core.amounts import in_words, in_words_and_bytes
 from hsx.core.dump import ALIGNMENT, ID_BYTES
 from hsx.core.layout import PAGE, round_up
 from hsx.core.spec import bytes_per_token
@@ -163,7 +164,8 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
             yield Finding(
                 "error",
                 "staging.max_bytes",
-                f"is {text} ({budget} bytes); expected at least {size}, the dump of a sample of {tokens} tokens",
+                f"is {text} ({in_words(budget)}); expected at least {in_words_and_bytes(size)}, the dump of a sample of "
+                f"{tokens} tokens",
             )
     if tokens is not None and loaded.config.pipeline.max_tokens_in_flight < tokens:
         yield Finding(
@@ -185,14 +187,14 @@ def _staging(loaded: LoadedConfig, shape: ModelShape | None, longest: int | None
             yield Finding(
                 "error",
                 "staging.dump_dir",
-                f"{path} {lies} a file system of {place.total} bytes; expected at least {size}, the dump of a sample of "
-                f"{tokens} tokens",
+                f"{path} {lies} a file system of {in_words(place.total)}; expected at least "
+                f"{in_words_and_bytes(size)}, the dump of a sample of {tokens} tokens",
             )
         elif place.total < budget:
             yield Finding(
                 "warning",
                 "staging.max_bytes",
-                f"is {text} ({budget} bytes); the file system of staging.dump_dir has {place.total} bytes",
+                f"is {text} ({in_words(budget)}); the file system of staging.dump_dir has {in_words(place.total)}",
             )
 
 
@@ -208,7 +210,9 @@ def _roots(loaded: LoadedConfig, places: _Places) -> Iterator[Finding]:
         devices.setdefault(place.device, []).append(f"{root.name} ({root.path})")
         if root.reserve >= place.total:
             yield Finding(
-                "error", f"roots[{number}].reserve", f"is {root.reserve} bytes; the whole file system has {place.total}"
+                "error",
+                f"roots[{number}].reserve",
+                f"is {in_words(root.reserve)}; the whole file system has {in_words(place.total)}",
             )
         if place.kind in MEMORY_KINDS:
             yield Finding("warning", f"roots[{number}].path", f"{root.path} is on {place.kind}: it is lost at a reboot")

@@ -68,7 +68,7 @@ KINDS: Final[dict[str, str]] = {
     "restart_budget": "the server needed more restarts than the budget allows",
     "store_invalid": "the store is not an hsx store, or a shard cannot be decoded",
     "store_unwritable": "the folder of the store cannot be created or written",
-    "sample_unknown": "the store or ledger has no such sample",
+    "sample_unknown": "the store, ledger or dataset has no such sample",
     "store_sealed": "the store was sealed: nothing in it may change any more",
     "store_damaged": "verification found shards that are missing, torn or wrong",
     "incomplete": "the job ended with samples that are neither committed nor allowed to be quarantined",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from hsx.core.amounts import in_words
 from hsx.errors import RunError
 from hsx.export.files import whole_file
 from hsx.export.manifest import INDEX, RowList, WrittenRow, claim, read_rows, rows_name
@@ -217,7 +218,7 @@ class _Run:
         if needed > free and not planned.request.link:
             raise RunError(
                 "export_unwritable",
-                f"{planned.folder} has {free / 1e9:.1f} GB free; expected {needed / 1e9:.1f} GB for this part",
+                f"{planned.folder} has {in_words(free)} free; expected {in_words(needed)} for this part",
             )
 
 

@@ -17,7 +17,7 @@ from hsx.errors import RunError
 from hsx.export.manifest import FORMAT
 from hsx.export.mapping import map_states
 from hsx.export.protocol import IndexRow
-from hsx.export.vocabulary import Vocabulary
+from hsx.export.vocabulary import Coverage, Vocabulary, count_tokens, coverage
 from hsx.model_config import read_model_shape
 
 if TYPE_CHECKING:
@@ -79,13 +79,18 @@ class Selection:
 
     Attributes:
         indices: the store's index of each row, int64 [rows].
-        left_out: how many samples of the store are no rows, by reason.
+        without: the store's index of each sample that is no row, by reason, int64 [samples]; no reason without a sample.
         tokens: of all rows.
     """
 
     indices: NDArray[np.int64]
-    left_out: dict[str, int]
+    without: dict[str, NDArray[np.int64]]
     tokens: int
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many samples of the store are no rows, by reason."""
+        return {reason: len(indices) for reason, indices in self.without.items()}
 
     @property
     def digest(self) -> str:
@@ -120,6 +125,17 @@ class ExportPlan:
     def all_rows(self) -> Iterator[IndexRow]:
         """Ids and masks of all rows, in order."""
         return map(self.index_row, range(len(self.selection.indices)))
+
+    def coverage(self) -> Coverage | None:
+        """What the draft vocabulary has of the tokens that count, in all rows, which are read; None without one."""
+        draft = self.vocabulary.draft
+        return None if draft is None else coverage(count_tokens(self.all_rows()), draft)
+
+    def left_out(self) -> Iterator[dict[str, Any]]:
+        """Each sample of the store that is no row: its id, its index and why."""
+        for reason, indices in self.selection.without.items():
+            for index in indices.tolist():
+                yield {"id": self.store.sample_id(index), "index": index, "reason": reason}
 
     def document(self) -> dict[str, Any]:
         """The manifest."""
@@ -212,15 +228,13 @@ def _vocab_size(store: Store, request: Request) -> int | None:
 
 
 def select(store: Store, form: Format, request: Request) -> Selection:
-    """The samples that become rows, in order of their index, and how many do not for which reason.
+    """The samples that become rows, in order of their index, and which do not for which reason.
 
     Raises RunError: `sample_unknown` where an id of `request.ids` is not in the store, or not committed; `export_refused` where
     nothing is left.
     """
-    committed = store.committed
-    left_out: dict[str, int] = {}
-    if len(store) > len(committed):
-        left_out["not_committed"] = len(store) - len(committed)
+    committed, lengths = store.committed, store.lengths
+    without = {"not_committed": np.setdiff1d(np.arange(len(store)), committed)}
     chosen = committed
     if request.ids is not None:
         chosen = np.unique(np.array([store.index(name) for name in request.ids], np.int64))
@@ -228,21 +242,23 @@ def select(store: Store, form: Format, request: Request) -> Selection:
         if missing.size:
             name = store.sample_id(int(missing[0]))
             raise RunError("sample_unknown", f"sample {name!r} of store {store.path} is not committed; expected --ids that are")
-        left_out["not_in_ids"] = len(committed) - len(chosen)
-    lengths = store.lengths
+        without["not_in_ids"] = np.setdiff1d(committed, chosen)
     if request.max_tokens is not None:
         fitting = lengths[chosen] <= request.max_tokens
-        left_out["longer_than_max_tokens"] = int((~fitting).sum())
+        without["longer_than_max_tokens"] = chosen[~fitting]
         chosen = chosen[fitting]
-    kept = []
+    kept: list[int] = []
+    unfit: dict[str, list[int]] = {}
     for index in chosen.tolist():
         reason = form.unfit(IndexRow(store.input_ids_numpy(index), store.loss_mask_numpy(index)))
-        if reason:
-            left_out[reason] = left_out.get(reason, 0) + 1
-        else:
-            kept.append(index)
+        (unfit.setdefault(reason, []) if reason else kept).append(index)
+    without |= {reason: np.array(found, np.int64) for reason, found in unfit.items()}
+    selection = Selection(
+        np.array(kept, np.int64),
+        {reason: found for reason, found in without.items() if len(found)},
+        int(lengths[np.array(kept, np.int64)].sum()),
+    )
     if not kept:
-        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "it has no committed sample"
+        why = ", ".join(f"{count} {reason}" for reason, count in selection.left_out.items()) or "it has no committed sample"
         raise RunError("export_refused", f"store {store.path} has no sample to export: {why}; expected at least one")
-    indices = np.array(kept, np.int64)
-    return Selection(indices, {reason: count for reason, count in left_out.items() if count}, int(lengths[indices].sum()))
+    return selection

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hsx.core.spec import CaptureSpec
+    from hsx.export.manifest import WrittenRow
     from hsx.importing import ImportReport, ImportRequest
     from hsx.ingest.journal import Journal, Listed
     from hsx.ingest.protocol import Head, Source
@@ -89,7 +90,7 @@ class Import:
             for entry in self.source.entries():
                 yield entry.row, os.fsencode(entry.file.relative_to(self.request.folder))
 
-        rows = (row for path in sorted(self.request.folder.glob("hsx-rows*.jsonl")) for row in read_rows(path))
+        rows = _exported_rows(self.request.folder)
         self.journal.list_files(found(), ((os.fsencode(row.file), _text(row.id)) for row in rows))
 
     def _read_heads(self, pool: ThreadPoolExecutor) -> None:
@@ -259,6 +260,15 @@ class Import:
         except OSError as error:
             partial_path.unlink(missing_ok=True)
             raise store_error(error, path) from error
+
+
+def _exported_rows(folder: Path) -> Iterator[WrittenRow]:
+    """What the lists of an export say; none where the folder has none. Raises RunError `import_refused`."""
+    for path in sorted(folder.glob("hsx-rows*.jsonl")):
+        try:
+            yield from read_rows(path, "import_refused")
+        except OSError as error:
+            raise RunError("import_refused", f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _usual_width(heads: list[tuple[tuple[int, int], Head] | RejectedSampleError]) -> int:

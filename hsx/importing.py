@@ -107,7 +107,7 @@ def _capture(request: ImportRequest, source: Source) -> CaptureSpec:
     """The states that the files have."""
     layers, final = request.layers, request.final
     if (request.folder / MANIFEST).exists():
-        manifest = read_manifest(request.folder)
+        manifest = read_manifest(request.folder, "import_refused")
         made_for = manifest.get("to")
         # A speculators export has the files of vLLM's connector, too.
         if made_for != request.kind and (request.kind, made_for) != ("vllm", "speculators"):
@@ -161,4 +161,6 @@ def _mapped(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...],
         mapping = manifest["mapping"]
         return tuple(int(k) for k in mapping["layers"]), final_state(str(mapping["final"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError("import_refused", f"{folder / MANIFEST} says nothing of the states: {error}") from error
+        raise RunError(
+            "import_refused", f"{folder / MANIFEST} says nothing of the states; expected 'mapping' with layers and final"
+        ) from error

@@ -203,9 +203,7 @@ class _BadRows:
         advice = ADD_IDS if self.unnamed == rows else f"on_bad_row = 'skip' leaves {'it' if one else 'them'} out"
         bad = f"{self.count} of {rows} row{'' if rows == 1 else 's'} {'is' if one else 'are'} bad"
         lines = [f"{bad} (all listed in {self.path}; {advice}):"]
-        for row in self._first:
-            name = f" id {row.sample_id!r}" if row.sample_id else ""
-            lines.append(f"  line {row.line}{name}: {row.reason}: {row.message}")
+        lines += [f"  {row.named}: {row.reason}: {row.message}" for row in self._first]
         if self.count > len(self._first):
             lines.append(f"  ... and {self.count - len(self._first)} more")
         return "\n".join(lines)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.core.json_words import kind_of
 from hsx.core.spec import ModelShape
 from hsx.errors import RunError
 
@@ -74,7 +75,7 @@ def _load(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RunError("model_unreadable", f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise RunError("model_unreadable", f"{file} holds a {type(config).__name__}; expected a JSON object")
+        raise RunError("model_unreadable", f"{file} holds {kind_of(config)}; expected a JSON object")
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hsx.core.amounts import in_words
 from hsx.core.placement import RootSpace, Shares
 from hsx.errors import RunError
 from hsx.stores.durable import root_error, sync_folder
@@ -67,12 +68,12 @@ class Targets:
 
     def no_room(self, nbytes: int) -> RunError:
         """Why no target takes a shard: `roots_full` where one would with more room, else `root_unusable`."""
-        rooms = "; ".join(f"{space.name}: {max(space.room, 0)} bytes of room" for space in self._spaces() if space.usable)
+        rooms = "; ".join(f"{space.name}: {in_words(max(space.room, 0))} of room" for space in self._spaces() if space.usable)
         reasons = "".join(f"\n  {name}: {error.message}" for name, error in self._lost.items())
         full = rooms or any(error.kind == "roots_full" for error in self._lost.values())
         return RunError(
             "roots_full" if full else "root_unusable",
-            f"no root can take a shard of {nbytes} bytes from root {self._source} ({rooms or 'none is left'}){reasons}",
+            f"no root can take a shard of {in_words(nbytes)} from root {self._source} ({rooms or 'none is left'}){reasons}",
         )
 
     def sync(self, name: str) -> None:

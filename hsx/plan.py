@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from hsx.core.amounts import in_words, in_words_and_bytes
 from hsx.core.dump import ID_BYTES
 from hsx.core.layout import CHUNK_TOKENS, LEAST_CHUNK_TOKENS, PAGE, StoreLayout, round_up
 from hsx.core.placement import Shares
@@ -127,13 +128,13 @@ class Plan:
         if self.unplaced:
             room = sum(max(0, root.free - root.reserve) for root in self.roots)
             found.append(
-                f"the roots have room for {self.samples - self.unplaced} of {self.samples} samples: {self.file_bytes} bytes "
-                f"are needed, {room} are free above the reserves"
+                f"the roots have room for {self.samples - self.unplaced} of {self.samples} samples: "
+                f"{in_words(self.file_bytes)} are needed, {in_words(room)} are free above the reserves"
             )
         if self.dump_bytes > self.staging_bytes:
             found.append(
-                f"staging.max_bytes is {self.staging_bytes}; the longest sample ({self.longest} tokens) has a dump of "
-                f"{self.dump_bytes} bytes"
+                f"staging.max_bytes is {in_words(self.staging_bytes)}; the longest sample ({self.longest} tokens) has a dump "
+                f"of {in_words_and_bytes(self.dump_bytes)}"
             )
         return found
 

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.datasets.sniff import ALL_COUNT
 from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
+    from hsx.datasets.sniff import Sniffed
     from hsx.ports import Dataset
 
 BAD_SHOWN = 5
+BAD_LISTED = 1000
+"""Bad rows that are kept where all of them are asked for."""
 
 
 @dataclass(slots=True)
@@ -31,10 +35,12 @@ class Preview:
         tokens: of all usable rows.
         counted: tokens that count for the loss.
         unmasked: usable rows of which no token counts.
+        whole: usable rows of which every token counts.
         cut: usable rows that were cut, because they were too long.
         lengths: tokens of each usable row.
-        samples: some usable rows, the first ones.
-        bad: the first bad rows.
+        samples: some usable rows: the first ones, or those of the ids that were asked for.
+        bad: the first bad rows, and those of these ids.
+        missing: ids that were asked for, and none of the rows has.
     """
 
     rows: int = 0
@@ -44,10 +50,12 @@ class Preview:
     tokens: int = 0
     counted: int = 0
     unmasked: int = 0
+    whole: int = 0
     cut: int = 0
     lengths: list[int] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     def quantiles(self) -> dict[str, int]:
         """Tokens of the shortest, the median, the 95th of a hundred, and the longest row; empty without a usable row."""
@@ -57,17 +65,27 @@ class Preview:
         return {"shortest": int(low), "median": int(middle), "p95": int(high), "longest": int(most)}
 
 
-def take(dataset: Dataset, rows: int, samples: int) -> Preview:
-    """Reads up to `rows` rows, from the beginning, and keeps the first usable ones. Raises what the dataset raises."""
-    found = Preview()
+def take(dataset: Dataset, rows: int | None, samples: int, *, ids: Collection[str] = (), bad: int = BAD_SHOWN) -> Preview:
+    """Reads rows from the beginning, and keeps some of them. Raises what the dataset raises.
+
+    Args:
+        dataset: the dataset.
+        rows: how many to read at most; None: all.
+        samples: how many usable ones to keep, the first ones.
+        ids: keep the rows of these ids instead, usable or bad, and read no further than to the last of them.
+        bad: how many bad rows to keep, the first ones; those of `ids` besides.
+    """
+    found, wanted = Preview(), set(ids)
     for row in dataset:
-        if found.rows == rows:
+        if found.rows == rows or (ids and not wanted):
             found.complete = False
             break
         found.rows += 1
+        chosen = row.sample_id in wanted
+        wanted.discard(row.sample_id)
         if isinstance(row, BadRow):
             found.reasons[row.reason] += 1
-            if len(found.bad) < BAD_SHOWN:
+            if chosen or len(found.bad) < bad:
                 found.bad.append(row)
             continue
         kept = int(np.count_nonzero(row.loss_mask))
@@ -75,11 +93,24 @@ def take(dataset: Dataset, rows: int, samples: int) -> Preview:
         found.tokens += len(row.input_ids)
         found.counted += kept
         found.unmasked += not kept
+        found.whole += kept == len(row.input_ids)
         found.cut += row.cut > 0
         found.lengths.append(len(row.input_ids))
-        if len(found.samples) < samples:
+        if chosen or (not ids and len(found.samples) < samples):
             found.samples.append(row)
+    found.missing = sorted(wanted)
     return found
+
+
+def whole_note(whole: int, accepted: int, seen: Sniffed) -> list[str]:
+    """A line on usable rows of which every token counts for the loss, where what was found of the dataset does not say so yet.
+
+    A row without a mask is such a row; one in a dataset that has masks is easily overlooked.
+    """
+    if not whole or (whole == accepted and any(note.endswith(ALL_COUNT) for note in seen.notes)):
+        return []
+    which = "every usable row" if whole == accepted else f"{whole} of {accepted} usable rows"
+    return [f"note       every token of {which} counts for the loss: the mask is all ones, or there is none"]
 
 
 def pieces(row: Row, decode: Callable[[list[int]], str] | None) -> Iterable[tuple[str, bool]]:

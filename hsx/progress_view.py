@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from hsx.core.amounts import in_words
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -39,7 +41,7 @@ def summary_line(snapshot: dict[str, Any]) -> str:
         f"samples {done}/{total}" if total is not None else f"samples {done}",
         *(f"PAUSED: {pause['message']}" for pause in snapshot["intake"]["pauses"]),
         f"{tokens['per_second']['minute']:.0f} tokens/s",
-        f"{progress['bytes']['per_second']['minute'] / 1e6:.1f} MB/s",
+        f"{in_words(round(progress['bytes']['per_second']['minute']))}/s",
         f"in flight {snapshot['in_flight']['requests']}",
         f"engine {engine['state']}",
     ]

@@ -38,17 +38,24 @@ class BadRow:
     """One row that cannot be used.
 
     Attributes:
-        line: 1-based line number in the file; in several files they are counted through.
+        line: 1-based line (or row) number in the file; in several files they are counted through.
         sample_id: the row's id where it could be read, else "".
         reason: stable name: `not_json`, `missing_field`, `empty`, `bad_type`, `out_of_vocabulary`, `too_long`, `duplicate_id`,
             `mask_length`, `bad_mask`, `bad_chat`, `no_loss`, `doubled_start`.
         message: what was expected and what was found.
+        unit: what `line` counts: "line" of JSONL, "row" of a table.
     """
 
     line: int
     sample_id: str
     reason: str
     message: str
+    unit: str = "line"
+
+    @property
+    def named(self) -> str:
+        """Which row it is, for a message: `line 3`, and its id where it has one: `row 3, id 'a'`."""
+        return f"{self.unit} {self.line}" + (f", id {self.sample_id!r}" if self.sample_id else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 IDS: Final = 8
 _BLOCK: Final = 256
+_LONGEST_INDEX: Final = 18
+"""Digits; text may have thousands, which Python takes for no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +128,36 @@ def show(
     )
 
 
-def find(store: Store, key: int | str) -> int:
-    """The index of a sample given as on a command line: an id, or else an index. Raises RunError `sample_unknown`."""
+def find(store: Store, key: int | str, by: Literal["either", "id", "index"] = "either") -> int:
+    """The index of a sample given as on a command line.
+
+    Args:
+        store: the store.
+        key: the text that was given, or an index.
+        by: what it is; `either`: an id, or else an index (see `index_passed_over`).
+
+    Raises RunError `sample_unknown`; `usage` where it is to be an index and is no number.
+    """
+    if not isinstance(key, str):
+        return store.index(key)
+    if by == "index":
+        if not key.isdecimal() or len(key) > _LONGEST_INDEX:
+            raise RunError("usage", f"--index takes the index of a sample, from 0; it is {key!r}")
+        return store.index(int(key))
     try:
         return store.index(key)
     except RunError:
-        if isinstance(key, str) and key.isdecimal():
+        if by == "either" and key.isdecimal() and len(key) <= _LONGEST_INDEX:
             return store.index(int(key))
         raise
+
+
+def index_passed_over(store: Store, key: str, found: int) -> int | None:
+    """The other sample that `find` might have meant, whose index the key is; None where there is none."""
+    if not key.isdecimal() or len(key) > _LONGEST_INDEX:
+        return None
+    other = int(key)
+    return other if other < len(store) and other != found else None
 
 
 def row_norms(bits: NDArray[np.uint16]) -> NDArray[np.float64]:

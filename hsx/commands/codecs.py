@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hsx.commands.output import table
+from hsx.core.amounts import in_words
 from hsx.core.dump import SUFFIX
 from hsx.dumps.reader import MappedDump
 from hsx.errors import RunError
@@ -91,7 +92,7 @@ def describe(trials: list[CodecTrial], payload_bytes: int, chosen: str) -> str:
         (
             trial.codec + (" (the job's)" if trial.codec == chosen else ""),
             f"{trial.ratio:.3f}",
-            f"{payload_bytes / trial.ratio / 1e9:.1f} GB",
+            in_words(round(payload_bytes / trial.ratio)),
             f"{trial.write_s_per_gb:.2f}",
             f"{trial.read_s_per_gb:.2f}",
         )

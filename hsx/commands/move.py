@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hsx.commands.job import require_begun
 from hsx.commands.output import emit, emit_json, plural
 from hsx.config_load import LoadedConfig, load
+from hsx.core.amounts import in_words
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.locks import JOB_LOCK, MOVE_LOCK, Homes, locked
@@ -155,9 +156,9 @@ def _forecast(plan: _Plan, store: StoreInfo, tally: dict[str, tuple[int, int]], 
     if as_json:
         emit_json({"root": plan.source, "samples": samples, "nbytes": nbytes, "room": room, "fits": fits})
         return ExitCode.DONE
-    lines = [f"root {plan.source} holds {plural(samples, 'committed sample')}, {nbytes} bytes"]
-    lines += [f"root {name} has room for {free} bytes beyond its reserve" for name, free in room.items()]
-    lines.append("they fit" if fits else f"they do not fit: {nbytes - sum(room.values())} bytes of room are missing")
+    lines = [f"root {plan.source} holds {plural(samples, 'committed sample')}, {in_words(nbytes)}"]
+    lines += [f"root {name} has room for {in_words(free)} beyond its reserve" for name, free in room.items()]
+    lines.append("they fit" if fits else f"they do not fit: {in_words(nbytes - sum(room.values()))} of room are missing")
     if samples and _drained(store, plan.source):
         lines.append("a move of this root was begun")
     emit("\n".join(lines))
@@ -218,7 +219,7 @@ def describe(report: MoveReport) -> str:
     """The report as text."""
     lines = [
         f"root   {report.root}",
-        f"moved  {plural(report.moved, 'sample')}, {report.nbytes} bytes",
+        f"moved  {plural(report.moved, 'sample')}, {in_words(report.nbytes)}",
         f"left   {plural(report.left, 'committed sample')}",
     ]
     lines += [f"damaged: sample {index}: {message}" for index, message in report.damage]
@@ -272,6 +273,6 @@ class _Progress:
             return
         rate = self._done[1] / max(time.monotonic() - self._began, 1e-6)
         left = duration(max(self._nbytes - self._done[1], 0) / rate)
-        sys.stderr.write(f"\r{self._done[0]} of {self._samples} samples, {rate / 1e6:.0f} MB/s, {left} left \x1b[K")
+        sys.stderr.write(f"\r{self._done[0]} of {self._samples} samples, {in_words(round(rate))}/s, {left} left \x1b[K")
         if self._done[0] >= self._samples:
             sys.stderr.write("\n")

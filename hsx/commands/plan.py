@@ -12,6 +12,7 @@ import numpy as np
 from hsx.commands import codecs
 from hsx.commands.job import load_fit
 from hsx.commands.output import emit, emit_json, plural, table
+from hsx.core.amounts import in_words
 from hsx.core.placement import RootSpace
 from hsx.datasets import open_dataset
 from hsx.datasets.sniff import sniff
@@ -20,8 +21,9 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.index import ADD_IDS, NOTHING_COUNTS, lacks_id
 from hsx.model_config import read_model_shape
-from hsx.plan import TB, TIB, Plan, plan
+from hsx.plan import Plan, plan
 from hsx.prepare import changed_settings, job_changed
+from hsx.preview import whole_note
 from hsx.printable import printable
 from hsx.progress_view import duration
 from hsx.records import BadRow
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of what is left to do; refused where it does not fit."""
     loaded, _ = load_fit(args.job)
     shape = read_model_shape(loaded.model)
-    counts, measured, seen, reasons = None, None, None, dict[str, int]()
+    counts, measured, seen, reasons, whole = None, None, None, dict[str, int](), 0
     if (loaded.state_dir / FILE_NAME).exists():
         if changed := changed_settings(loaded, shape):
             raise job_changed(loaded, changed)
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         seen = sniff(loaded.config)
         left = survey(loaded, shape)
-        reasons = left.reasons
+        reasons, whole = left.reasons, left.whole
     if not len(left.lengths):
         return _nothing_left(args.json, counts)
     disks = Disks()
@@ -85,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         tried = {} if trials is None else {"codecs": codecs.as_json(trials, result.payload_bytes)}
-        known = {"dataset": asdict(seen), "reasons": reasons} if seen else {}
+        known = {"dataset": asdict(seen), "reasons": reasons, "whole": whole} if seen else {}
         emit_json({**result.as_json(), "committed": counts.committed if counts else 0, **known, **tried})
     else:
         if seen:
             facts = (printable(line, keep="") for line in seen.lines())
-            emit("\n".join([*facts, *_accepted(result, reasons), ""]))
+            emit("\n".join([*facts, *_accepted(result, reasons), *whole_note(whole, result.samples + result.shared, seen), ""]))
         emit(describe(result, counts))
         if trials is not None:
             emit("\n" + codecs.describe(trials, result.payload_bytes, loaded.config.storage.codec))
@@ -108,6 +110,7 @@ class Survey:
         shared_rows: those of them that are stored.
         rejected: bad rows.
         reasons: those, by reason; empty where the dataset was not read.
+        whole: usable rows of which every token counts for the loss: their mask is all ones, or they have none.
     """
 
     lengths: NDArray[np.int64]
@@ -116,6 +119,7 @@ class Survey:
     shared_rows: NDArray[np.int64]
     rejected: int
     reasons: dict[str, int] = field(default_factory=dict)
+    whole: int = 0
 
 
 def _tried(sample: str, loaded: LoadedConfig, shape: ModelShape) -> list[CodecTrial]:
@@ -151,12 +155,13 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
     """
     lengths, keys, bad, rejected, unnamed = array("q"), array("q"), list[BadRow](), 0, 0
     stored, storage = array("q"), loaded.config.storage
-    reasons, counted = Counter[str](), False
+    reasons, counted, whole = Counter[str](), False, 0
     share = loaded.config.dataset.identical == "share"
     for row in open_dataset(loaded.config, shape):
         if not isinstance(row, BadRow):
             lengths.append(len(row.input_ids))
             counted = counted or bool(row.loss_mask.any())
+            whole += bool(row.loss_mask.all())
             loss = storage.tokens == "loss"
             stored.append(len(kept_positions(row.loss_mask, storage.context)) if loss else len(row.input_ids))
             same = as_stored(row.input_ids, row.loss_mask, storage.tokens, storage.context).astype(np.int32, copy=False)
@@ -168,7 +173,7 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
         if len(bad) < BAD_ROWS_SHOWN:
             bad.append(row)
     if rejected and loaded.config.dataset.on_bad_row == "refuse":
-        lines = [f"line {row.line}: {row.reason}: {row.message}" for row in bad]
+        lines = [f"{row.named}: {row.reason}: {row.message}" for row in bad]
         more = [f"... and {rejected - len(bad)} more"] if rejected > len(bad) else []
         leave = f"on_bad_row = 'skip' leaves {'it' if rejected == 1 else 'them'} out"
         head = f"{loaded.dataset} has {plural(rejected, 'bad row')}; {leave if lengths or unnamed < rejected else ADD_IDS}"
@@ -180,7 +185,7 @@ def survey(loaded: LoadedConfig, shape: ModelShape) -> Survey:
         raise RunError("mask_empty", NOTHING_COUNTS.format(samples=len(lengths)))
     tokens, shared = np.frombuffer(lengths, np.int64), followers(np.frombuffer(keys, np.int64))
     rows = np.frombuffer(stored, np.int64)
-    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected, dict(sorted(reasons.items())))
+    return Survey(tokens[~shared], rows[~shared], tokens[shared], rows[shared], rejected, dict(sorted(reasons.items())), whole)
 
 
 def _accepted(result: Plan, reasons: dict[str, int]) -> list[str]:
@@ -205,11 +210,11 @@ def describe(result: Plan, counts: Counts | None) -> str:
     lines += [
         f"samples    {result.samples}, the longest {result.longest} tokens" + _rejected(result.rejected),
         f"tokens     {result.tokens}" + _stored(result),
-        f"payload    {_size(result.payload_bytes)}",
-        f"on disk    {_size(result.file_bytes)}, with checksums and padding" + _before(result.codec),
+        f"payload    {in_words(result.payload_bytes)}",
+        f"on disk    {in_words(result.file_bytes)}, with checksums and padding" + _before(result.codec),
         *([] if counts else _smaller_chunks(result)),  # they are fixed from the first run on
         *_shared(result),
-        f"staging    {result.dump_bytes} bytes for the largest dump, of {result.staging_bytes}",
+        f"staging    {in_words(result.dump_bytes)} for the largest dump, of {in_words(result.staging_bytes)}",
     ]
     if result.hours is not None and result.tokens_per_s:
         took = duration(result.hours * 3600)
@@ -217,7 +222,7 @@ def describe(result: Plan, counts: Counts | None) -> str:
     else:
         lines.append("time       unknown: give --rate TOKENS_PER_S")
     buckets = [(f"{b.lower}-{b.upper}", b.samples, b.tokens) for b in result.buckets]
-    roots = [(r.name, r.samples, _size(r.nbytes), _size(r.free), _size(r.reserve), _size(r.left)) for r in result.roots]
+    roots = [(r.name, r.samples, *map(in_words, (r.nbytes, r.free, r.reserve, r.left))) for r in result.roots]
     lines += ["", table(("tokens", "samples", "sum of tokens"), buckets)]
     lines += ["", table(("root", "shards", "takes", "free now", "reserve", "left"), roots), ""]
     lines += ["it fits"] if result.fits else [f"it does not fit: {problem}" for problem in result.problems()]
@@ -236,7 +241,7 @@ def _smaller_chunks(result: Plan) -> list[str]:
         return []
     return [
         f"chunks     of {result.chunk_tokens} tokens, to which each shard is filled up: with storage.chunk_tokens = {fewer} "
-        f"they would take {_size(nbytes)}, {saved:.0%} less"
+        f"they would take {in_words(nbytes)}, {saved:.0%} less"
     ]
 
 
@@ -244,7 +249,7 @@ def _shared(result: Plan) -> list[str]:
     if not result.shared:
         return []
     more = f"{plural(result.shared, 'more sample')} with the same prompt as another one"
-    return [f"identical  {more}: {result.shared_tokens} tokens and {_size(result.shared_bytes)} are saved"]
+    return [f"identical  {more}: {result.shared_tokens} tokens and {in_words(result.shared_bytes)} are saved"]
 
 
 def _stored(result: Plan) -> str:
@@ -260,12 +265,3 @@ def _before(codec: str) -> str:
 
 def _rejected(count: int) -> str:
     return f"; {plural(count, 'bad row')} {'is' if count == 1 else 'are'} left out" if count else ""
-
-
-def _size(nbytes: int) -> str:
-    if abs(nbytes) >= TB // 100:
-        return f"{nbytes / TB:.3f} TB ({nbytes / TIB:.3f} TiB)"
-    for unit, words in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:.1f} {words}"
-    return f"{nbytes} B"

@@ -17,7 +17,7 @@ from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.index import NOTHING_COUNTS
 from hsx.model_config import read_model_shape
-from hsx.preview import Preview, pieces, take
+from hsx.preview import BAD_LISTED, BAD_SHOWN, Preview, pieces, take, whole_note
 from hsx.printable import printable
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from hsx.records import Row
 
+ROWS: Final = 1000
+SAMPLES: Final = 3
+MISSING_SHOWN: Final = 8
 GREEN: Final = "\x1b[30;42m"
 PLAIN: Final = "\x1b[0m"
 REFUSED: Final = "plan and run refuse a dataset with bad rows; dataset.on_bad_row = 'skip' leaves them out"
@@ -35,11 +38,22 @@ LONGEST_SHOWN: Final = 4000
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the preview. Refused (`mask_empty`, `dataset_empty`) where nothing of what was read could be used."""
+    """Prints the preview.
+
+    Refused: `mask_empty`, `dataset_empty` where nothing of what was read could be used; `sample_unknown` where no row has an id
+    that was asked for. Rows that were asked for by id are shown without the first two: they are not what the dataset is.
+    """
     loaded = load(args.job)
     shape = read_model_shape(loaded.model)
     seen = sniff(loaded.config)
-    found = take(open_dataset(loaded.config, shape), args.rows, args.samples)
+    every = args.bad or args.id
+    found = take(
+        open_dataset(loaded.config, shape),
+        args.rows if args.rows is not None or every else ROWS,
+        args.samples if args.samples is not None else 0 if args.bad else SAMPLES,
+        ids=args.id,
+        bad=BAD_LISTED if args.bad else 0 if args.id else BAD_SHOWN,
+    )
     tokenizer = _tokenizer(loaded.model)
     decode = None if tokenizer is None else tokenizer.decode
     compared = str(compare(tokenizer)) if tokenizer is not None and seen.format != "tokens" else None
@@ -50,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
         # As it is: all of it was made safe to show, and colours are no text of others.
         refused = loaded.config.dataset.on_bad_row == "refuse" and found.reasons
         notes = [REFUSED] if refused else []
+        notes += ["no row is bad"] if args.bad and not found.reasons else []
         write(_text(seen, found, decode, compared, notes, colour=colour) + "\n")
+    if found.missing:
+        some = ", ".join(map(repr, found.missing[:MISSING_SHOWN])) + (" ..." if len(found.missing) > MISSING_SHOWN else "")
+        raise RunError("sample_unknown", f"{loaded.dataset}: none of {plural(found.rows, 'row')} has the id {some}")
+    if args.id:
+        return ExitCode.DONE
     if not found.accepted:
         raise RunError("dataset_empty", f"{loaded.dataset}: none of {plural(found.rows, 'row')} is usable")
     if not found.counted and loaded.config.dataset.zero_masks == "refuse":
@@ -76,9 +96,11 @@ def _document(seen: Sniffed, found: Preview, decode: Callable[[list[int]], str] 
         "tokens": found.tokens,
         "counted": found.counted,
         "unmasked": found.unmasked,
+        "whole": found.whole,
         "cut": found.cut,
         "lengths": found.quantiles(),
         "bad": [asdict(row) for row in found.bad],
+        "missing": found.missing,
         "samples": [
             {
                 "id": row.sample_id,
@@ -113,25 +135,28 @@ def _text(
     ]
     if found.unmasked:
         lines.append(f"note       {plural(found.unmasked, 'usable row')} without any token that counts")
+    lines += whole_note(found.whole, found.accepted, seen)
     if found.cut:
         lines.append(f"note       {plural(found.cut, 'row')} cut, being too long")
-    lines += [f"bad row    line {row.line}: {row.reason}: {row.message}" for row in found.bad]
+    lines += [f"bad row    {row.named}: {row.reason}: {row.message}" for row in found.bad]
     further = found.rows - found.accepted - len(found.bad)
     if further:
-        lines.append(f"bad row    and {further} more")
+        hint = "" if len(found.bad) >= BAD_LISTED else ", see --bad"
+        lines.append(f"bad row    {'and ' if found.bad else ''}{further} more{hint}")
     lines += [f"note       {note}" for note in notes]
     lines = [printable(line, keep="") for line in lines]  # what follows has colours, and its text is cleaned piece by piece
+    unit = "line" if seen.kind == "jsonl" else "row"
     for row in found.samples:
-        lines += ["", printable(_head(row)), _shown(row, decode, colour=colour)]
+        lines += ["", printable(_head(row, unit)), _shown(row, decode, colour=colour)]
     if found.samples:
         lines += ["", "what counts for the loss is " + ("green" if colour else "between [[ and ]]")]
     return "\n".join(lines)
 
 
-def _head(row: Row) -> str:
+def _head(row: Row, unit: str) -> str:
     counted = int(row.loss_mask.sum())
     cut = f", {row.cut} more were cut off" if row.cut else ""
-    return f"--- {row.sample_id!r}, line {row.line}: {plural(len(row.input_ids), 'token')}, {counted} count{cut}"
+    return f"--- {row.sample_id!r}, {unit} {row.line}: {plural(len(row.input_ids), 'token')}, {counted} count{cut}"
 
 
 def _shown(row: Row, decode: Callable[[list[int]], str] | None, *, colour: bool) -> str:

@@ -53,7 +53,7 @@ def _list(path: Path, as_json: bool, *, rejected: bool) -> int:
     emit(table(("index", "tokens", "attempts", "reason", "marker", "evidence"), cells) if cells else "no sample is quarantined")
     if bad:
         lines = [(row.line, row.sample_id, row.reason, row.message) for row in bad]
-        emit("\n" + table(("line", "id", "reason", "expected and found"), lines))
+        emit("\n" + table(("line or row", "id", "reason", "expected and found"), lines))
     if count:
         hint = "" if rejected else "; --rejected lists them"
         were = "was rejected and is no sample" if count == 1 else "were rejected and are no samples"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, TextIO
 
+from hsx.core.amounts import in_words
 from hsx.progress_view import duration
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def line(reading: Reading) -> str:
     """Where the reading stands, in one line."""
     parts = [
         f"shards {reading.samples}/{reading.samples_total}",
-        f"{reading.nbytes / 1e9:.1f} of {reading.nbytes_total / 1e9:.1f} GB",
-        f"{reading.bytes_per_second / 1e9:.2f} GB/s",
+        f"{in_words(reading.nbytes)} of {in_words(reading.nbytes_total)}",
+        f"{in_words(round(reading.bytes_per_second))}/s",
     ]
     if reading.damaged:
         parts.append(f"damages {reading.damaged}")

@@ -11,6 +11,7 @@ from hsx.commands.job import require_begun
 from hsx.commands.output import emit, emit_json, plural, table
 from hsx.commands.reading_view import ReadingView
 from hsx.config_load import LoadedConfig, load
+from hsx.core.amounts import in_words
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.locks import at_rest
@@ -79,7 +80,7 @@ def describe(report: RepairReport) -> str:
     for root, count in report.lost.items():
         lines.append(f"lost       root {root}: {plural(count, 'sample')} {would}pending again; the store {forgets} it")
     if report.tokens:
-        lines.append(f"           {report.tokens} tokens, {report.nbytes} bytes to extract again")
+        lines.append(f"           {report.tokens} tokens, {in_words(report.nbytes)} to extract again")
     lines.append(f"view       {plural(report.relinked, 'link')} {would}put right")
     if not report.dry_run:
         lines.append(f"swept      {plural(report.partials, 'partial file')}, {plural(report.strays, 'stray shard')}")
@@ -110,7 +111,8 @@ def describe_rebuilt(report: RebuildReport) -> str:
         *([f"kept       {report.kept}: the broken one"] if report.kept else []),
         f"history    {history}",
         *(f"           not taken: {reason}" for reason in report.copies_refused.values()),
-        f"read       {report.shards} shards, {report.nbytes} bytes; {report.refused} unproved, {report.superseded} superseded",
+        f"read       {report.shards} shards, {in_words(report.nbytes)}; {report.refused} unproved, "
+        f"{report.superseded} superseded",
         f"committed  {report.committed} of {report.samples}; {report.pending} pending, {report.quarantined} quarantined",
     ]
     if report.missing:

@@ -10,7 +10,7 @@ from hsx.commands.output import emit, emit_json, plural, table
 from hsx.config_load import load
 from hsx.exit_codes import ExitCode
 from hsx.records import CommittedRow
-from hsx.show import SampleView, find, show
+from hsx.show import SampleView, find, index_passed_over, show
 from hsx.stores.ledger_reader import LedgerReader, RevocationRow, SampleRow
 from hsx.stores.ledger_schema import FILE_NAME
 from hsx.stores.reader import Store
@@ -27,16 +27,24 @@ def run(args: argparse.Namespace) -> int:
     """Prints the sample."""
     loaded = load(args.job)
     require_begun(loaded)
-    index = find(Store(loaded.store), args.sample)
+    store = Store(loaded.store)
+    index = find(store, args.sample, args.by)
+    other = index_passed_over(store, args.sample, index) if args.by == "either" else None
     row, revocations, twins = _history(loaded.state_dir / FILE_NAME, index)
     view = show(loaded.store, index, None if row is None else _committed(row), twins)
     if args.json:
         known = {} if row is None else {"state": row.state, "attempts": row.attempts, "failures": row.failures}
         why = {} if row is None else {"reason": row.reason, "evidence": row.evidence}
-        emit_json({**view.as_dict(), **known, **why, "revocations": [asdict(entry) for entry in revocations]})
+        told = {"index_passed_over": other, "revocations": [asdict(entry) for entry in revocations]}
+        emit_json({**view.as_dict(), **known, **why, **told})
     else:
-        emit("\n".join([describe(view), *_told(row, revocations)]))
+        emit("\n".join([*_doubt(other), describe(view), *_told(row, revocations)]))
     return ExitCode.DONE
+
+
+def _doubt(other: int | None) -> list[str]:
+    """A line where what was given is an id, and another sample's index, too."""
+    return [] if other is None else [f"note      {other} is taken as an id, and is an index, too: --index shows that sample"]
 
 
 def _history(ledger: Path, index: int) -> tuple[SampleRow | None, list[RevocationRow], list[int]]:

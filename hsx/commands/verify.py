@@ -13,6 +13,7 @@ from hsx.commands.output import emit, emit_json, plural, table
 from hsx.commands.reading_view import ReadingView
 from hsx.commands.since import since
 from hsx.config_load import load
+from hsx.core.amounts import in_words
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
 from hsx.locks import locked
@@ -144,11 +145,12 @@ class _Progress:
 
 def describe(report: VerifyReport) -> str:
     """The report as text."""
-    rate = f", {report.nbytes / report.seconds / 1e9:.2f} GB/s" if report.seconds > 0 else ""
+    took = duration(report.seconds)
+    rate = f", {in_words(round(report.nbytes / report.seconds))}/s" if report.seconds > 0 else ""
     lines = [
         f"store      {report.store}" + (", sealed" if report.sealed else ""),
         f"samples    {report.samples}, committed {report.committed}",
-        f"read       {report.read} shards, {report.tokens} tokens, {report.nbytes} bytes in {duration(report.seconds)}{rate}",
+        f"read       {report.read} shards, {report.tokens} tokens, {in_words(report.nbytes)} in {took}{rate}",
     ]
     if report.resumed:
         lines.append(f"before     {report.resumed} shards were proved by the verification that this one continues")

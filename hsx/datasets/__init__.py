@@ -60,12 +60,12 @@ def open_dataset(config: Config, shape: ModelShape, source: Source | None = None
     """
     from hsx.datasets.rows import Limits
 
+    source = source or open_source(config)
     if config.storage.tokens == "loss":
         from hsx.datasets.masked import MaskedRows
 
         whole = msgspec.structs.replace(config, storage=msgspec.structs.replace(config.storage, tokens="all", context=0))
-        return MaskedRows(open_dataset(whole, shape, source))
-    source = source or open_source(config)
+        return MaskedRows(open_dataset(whole, shape, source), source.unit)
     naming = naming_of(config)
     limits = Limits(shape.vocab_size, longest_allowed(config, shape), config.dataset.too_long)
     kind = detect_format(source, naming.columns) if config.dataset.format == "auto" else config.dataset.format
@@ -125,7 +125,7 @@ def detect_format(source: Records, columns: Columns | None = None) -> Format:
         seen = list(fields.types()) if seen is None else seen
         if found := forms_of(fields, columns):
             if len(found) > 1:
-                raise _ambiguous(f"{getattr(source, 'path', 'the dataset')}, line {line}", found)
+                raise _ambiguous(f"{getattr(source, 'path', 'the dataset')}, {getattr(source, 'unit', 'line')} {line}", found)
             return next(iter(found.values()))
     known = ", ".join(map(repr, (columns.input_ids, columns.conversations, columns.messages)))
     raise RunError(

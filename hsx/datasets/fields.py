@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from hsx.core.json_words import in_words, kind_of, shown
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -93,7 +95,7 @@ class JsonFields:
         try:
             self._raw = _FIELDS.decode(line)
         except msgspec.ValidationError as error:
-            raise Bad("bad_type", f"the line is not a JSON object: {error}") from error
+            raise Bad("bad_type", f"the line is not a JSON object: {in_words(str(error))}") from error
         except (msgspec.DecodeError, RecursionError) as error:
             # Decoders call the missing half of a surrogate pair anything from truncated to malformed.
             hint = " (a lone surrogate?)" if b"\\ud" in line.lower() else ""
@@ -126,8 +128,8 @@ class JsonFields:
             return _FLAGS.decode(raw) if flags else _INTEGERS.decode(raw)
         except msgspec.ValidationError as error:
             if "out of range" in str(error):  # thousands of digits: an integer, but no id
-                raise Bad("out_of_vocabulary", f"field {name!r}: {error}") from error
-            raise Bad("bad_type", f"field {name!r} is not a list of integers: {error}") from error
+                raise Bad("out_of_vocabulary", f"field {name!r}: {in_words(str(error))}") from error
+            raise Bad("bad_type", f"field {name!r} is not a list of integers: {in_words(str(error))}") from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise Bad("not_json", f"field {name!r}: {error}") from error
 
@@ -142,3 +144,11 @@ def excerpt(text: bytes, longest: int = 60) -> str:
     """The beginning of a text, quoted."""
     shown = text[:longest].decode("utf-8", "replace")
     return repr(shown) + ("..." if len(text) > longest else "")
+
+
+def brief(value: object, longest: int = 60) -> str:
+    """A value for a message: as JSON writes it, and where it is long what it is, too."""
+    text = shown(value)
+    if isinstance(value, int | float | str | None) and len(text) <= longest:
+        return text
+    return f"{text[:longest]}{'...' if len(text) > longest else ''} ({kind_of(value)})"

@@ -38,6 +38,7 @@ class JsonlFile:
     """
 
     kind: Final = "jsonl"
+    unit: Final = "line"
 
     def __init__(self, path: Path) -> None:
         self.path = path

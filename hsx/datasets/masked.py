@@ -22,16 +22,18 @@ class MaskedRows:
 
     Args:
         dataset: where the rows come from.
+        unit: what their numbers count, see `BadRow`.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, unit: str = "line") -> None:
         self._dataset = dataset
+        self._unit = unit
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         """All rows in file order; see the port."""
         for row in self._dataset:
             if isinstance(row, Row) and not row.loss_mask.any():
-                yield BadRow(row.line, row.sample_id, REASON, MESSAGE)
+                yield BadRow(row.line, row.sample_id, REASON, MESSAGE, self._unit)
             else:
                 yield row
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from hsx.core.json_words import kind_of
 from hsx.datasets.fields import Bad, Columns, Fields
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _from_labels(fields: Fields, name: str, ids: NDArray[np.int32]) -> NDArray[n
 def _from_prompt(fields: Fields, name: str, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
     length = fields.value(name)
     if isinstance(length, bool) or not isinstance(length, int):
-        raise Bad("bad_type", f"field {name!r} is a {type(length).__name__}; expected a number of tokens")
+        raise Bad("bad_type", f"field {name!r} is {kind_of(length)}; expected a number of tokens")
     if not 0 <= length <= len(ids):
         raise Bad("bad_mask", f"{name} is {length}; expected 0 to {len(ids)}, the tokens of the row")
     mask = np.ones(len(ids), dtype=np.uint8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 
-from hsx.datasets.fields import Bad, Columns, Fields, excerpt
+from hsx.datasets.fields import Bad, Columns, Fields, brief, excerpt
 from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def id_of(fields: Fields, name: str) -> str:
     """The row's id as text: a non-empty string, or an integer in decimal. Raises Bad `missing_field` or `bad_type`."""
     value = fields.value(name)
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Bad("bad_type", f"field {name!r} is {_shown(value)}; expected a string or an integer")
+        raise Bad("bad_type", f"field {name!r} is {brief(value)}; expected a string or an integer")
     text = str(value)
     if not text:
         raise Bad("missing_field", f"field {name!r} is an empty string")
@@ -167,7 +167,8 @@ def rows_of(source: Records, parse: Callable[[str, Fields, int], Row], naming: N
         parse: makes a row of its id, its fields and its line's number, or raises Bad.
         naming: where the id is.
     """
-    where = getattr(source, "where", "line {}".format) if getattr(source, "several", False) else None
+    unit = getattr(source, "unit", "line")
+    where = getattr(source, "where", f"{unit} {{}}".format) if getattr(source, "several", False) else None
     with closing(SeenIds()) as seen:
         for place, (line, fields) in enumerate(source.records()):
             sample_id = ""
@@ -179,11 +180,13 @@ def rows_of(source: Records, parse: Callable[[str, Fields, int], Row], naming: N
                 row = parse(sample_id, fields, line)
             except Bad as bad:
                 row = bad
-            yield judged(line, sample_id, seen, row, where)
+            yield judged(line, sample_id, seen, row, where, unit)
 
 
-def judged(line: int, sample_id: str, seen: SeenIds, row: Row | Bad, where: Callable[[int], str] | None = None) -> Row | BadRow:
-    """The final verdict on a row: what its format said, and whether its id came before.
+def judged(
+    line: int, sample_id: str, seen: SeenIds, row: Row | Bad, where: Callable[[int], str] | None = None, unit: str = "line"
+) -> Row | BadRow:
+    """The final verdict on a row: what its format said, and whether its id came before. `unit` is what `line` counts.
 
     Ids of bad rows count as seen, too: a later row of the same id is then reported, not quietly taken in its place.
     """
@@ -192,11 +195,7 @@ def judged(line: int, sample_id: str, seen: SeenIds, row: Row | Bad, where: Call
         return row
     place = f" ({where(line)})" if where else ""
     if isinstance(row, Bad):
-        return BadRow(line, sample_id, row.reason, row.message + place)
-    earlier = where(first) if where and first is not None else f"line {first}"
+        return BadRow(line, sample_id, row.reason, row.message + place, unit)
+    earlier = where(first) if where and first is not None else f"{unit} {first}"
     message = f"id {excerpt(sample_id.encode())} was used in {earlier} already"
-    return BadRow(line, sample_id, "duplicate_id", message + place)
-
-
-def _shown(value: object) -> str:
-    return f"{excerpt(repr(value).encode())} ({type(value).__name__})"
+    return BadRow(line, sample_id, "duplicate_id", message + place, unit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from hsx.core.amounts import in_words
 from hsx.datasets import detect_format, naming_of, open_source
 from hsx.datasets.fields import Bad
 from hsx.datasets.masks import MASKS
@@ -18,6 +19,7 @@ IGNORED_SHOWN: Final = 8
 FIELDS_SHOWN: Final = 40
 LONGEST_SHOWN: Final = 80
 SYSTEM: Final = "system"
+ALL_COUNT: Final = "every token counts for the loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Sniffed:
         ]
         schema += [f"{len(ordered) - FIELDS_SHOWN} more"] if len(ordered) > FIELDS_SHOWN else []
         return [
-            f"dataset    {where}, {self.kind}, {self.nbytes} bytes" + (f"; not read: {skipped}" if skipped else ""),
+            f"dataset    {where}, {self.kind}, {in_words(self.nbytes)}" + (f"; not read: {skipped}" if skipped else ""),
             f"format     {self.format}" + (", told from the first row" if self.told else ", as the job file says"),
             f"fields     {'; '.join(schema) or 'none'}",
             *(f"note       {note}" for note in self.notes),
@@ -111,9 +113,9 @@ def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: s
     if form == "chat" and SYSTEM in names:
         notes.append(f"the field {SYSTEM!r} is not read; expected as the first turn where it is to be seen")
     if form == "tokens" and not any(getattr(columns, role) in names for role in MASKS):
-        notes.append("no loss mask, labels or prompt length: every token counts for the loss")
+        notes.append(f"no loss mask, labels or prompt length: {ALL_COUNT}")
     if form == "text" and not config.dataset.text_markers:
-        notes.append("no dataset.text_markers: every token counts for the loss")
+        notes.append(f"no dataset.text_markers: {ALL_COUNT}")
     if {columns.messages, columns.conversations} <= names and form == "chat":
         notes.append(f"{columns.messages} is read, {columns.conversations} is not")
     return notes

@@ -70,6 +70,7 @@ class Source:
                 "twice; expected one kind: name it with a pattern, such as '*.parquet'",
             )
         self.kind = kinds.pop()
+        self.unit = self._files[0].unit
 
     @property
     def path(self) -> Path:
@@ -95,9 +96,9 @@ class Source:
         before = 0
         for name, rows in zip(self.found.names, self._rows, strict=True):
             if line <= before + rows and len(self._files) > 1:
-                return f"line {line - before} of {name}"
+                return f"{self.unit} {line - before} of {name}"
             before += rows
-        return f"line {line}"
+        return f"{self.unit} {line}"
 
     @property
     def several(self) -> bool:

@@ -34,6 +34,8 @@ class TableFile:
         kind: how it is written: `parquet`, or `arrow` (a stream or a file, told by the content).
     """
 
+    unit: Final = "row"
+
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
         self.kind = kind

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsx.core.json_words import kind_of
 from hsx.datasets.agreement import require_agreement
 from hsx.datasets.fields import Bad
 from hsx.datasets.rows import Limits, Naming, Records, checked_ids, fitted, rows_of
@@ -70,7 +71,7 @@ class TextRows:
         name = self._naming.columns.text
         text = fields.value(name)
         if not isinstance(text, str):
-            raise Bad("bad_type", f"field {name!r} is a {type(text).__name__}; expected text")
+            raise Bad("bad_type", f"field {name!r} is {kind_of(text)}; expected text")
         if self._limits.too_long == "reject":
             self._tokenizer.require_room(text, self._limits.max_tokens)
         tokens, offsets = self._tokenizer.encode(text)

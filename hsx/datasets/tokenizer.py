@@ -9,6 +9,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from hsx.core.json_words import kind_of
 from hsx.datasets.fields import Bad
 from hsx.errors import RunError
 
@@ -124,5 +125,5 @@ def _settings(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError("chat_unavailable", f"{file} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise RunError("chat_unavailable", f"{file} holds a {type(settings).__name__}; expected a JSON object")
+        raise RunError("chat_unavailable", f"{file} holds {kind_of(settings)}; expected a JSON object")
     return settings

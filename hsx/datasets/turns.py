@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.datasets.fields import Bad, Columns, Fields, excerpt
+from hsx.core.json_words import kind_of
+from hsx.datasets.fields import Bad, Columns, Fields, brief, excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +80,7 @@ def turns_of(fields: Fields, columns: Columns, roles: Mapping[str, str]) -> list
     name = next(filter(fields.has, names), next((name for name in names if name in there), columns.conversations))
     value = fields.value(name)
     if not isinstance(value, list):
-        raise Bad("bad_type", f"field {name!r} is a {type(value).__name__}; expected a list of turns")
+        raise Bad("bad_type", f"field {name!r} is {kind_of(value)}; expected a list of turns")
     if not value:
         raise Bad("empty", f"field {name!r} has no turns; expected at least one")
     return [_turn(number, turn, roles) for number, turn in enumerate(value, 1)]
@@ -99,7 +100,7 @@ def tools_of(fields: Fields, columns: Columns) -> list[dict[str, Any]]:
 
 def _turn(number: int, turn: object, roles: Mapping[str, str]) -> Turn:
     if not isinstance(turn, dict):
-        raise Bad("bad_type", f"turn {number} is a {type(turn).__name__}; expected an object with role and content")
+        raise Bad("bad_type", f"turn {number} is {kind_of(turn)}; expected an object with role and content")
     given = _role(number, turn, roles)
     role = roles.get(given, ROLES.get(given, given))
     content = _only(number, turn, CONTENT_FIELDS)
@@ -113,12 +114,11 @@ def _turn(number: int, turn: object, roles: Mapping[str, str]) -> Turn:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise Bad(
-            "bad_chat", f"turn {number} has a {type(content).__name__} as content; expected 'content' or 'value' with text"
-        )
+        found = "no content" if content is None else f"{kind_of(content)} as content"
+        raise Bad("bad_chat", f"turn {number} has {found}; expected 'content' or 'value' with text")
     thinking = _only(number, turn, THINKING_FIELDS) or ""
     if not isinstance(thinking, str):
-        raise Bad("bad_chat", f"turn {number} has a {type(thinking).__name__} as thinking; expected text")
+        raise Bad("bad_chat", f"turn {number} has {kind_of(thinking)} as thinking; expected text")
     return Turn(role, content, thinking, calls, _text(turn.get("name")), _text(turn.get("tool_call_id")), counts)
 
 
@@ -126,8 +126,8 @@ def _role(number: int, turn: Mapping[str, Any], roles: Mapping[str, str]) -> str
     """The first role that is given. One that is known must not contradict another: a `speaker` may be anyone's name."""
     given = [(name, turn[name]) for name in ROLE_FIELDS if turn.get(name) is not None]
     if not given or not isinstance(given[0][1], str) or not given[0][1]:
-        found = given[0][1] if given else None
-        raise Bad("bad_chat", f"turn {number} has the role {found!r}; expected 'role' or 'from' with a name")
+        found = f"the role {brief(given[0][1])}" if given else "no role"
+        raise Bad("bad_chat", f"turn {number} has {found}; expected 'role' or 'from' with a name")
     known = {**ROLES, **{role: role for role in ("user", "assistant", "system", "tool")}, **roles}
     meant = [(name, role, known[role]) for name, role in given if isinstance(role, str) and role in known]
     for name, role, means in meant[1:]:
@@ -159,7 +159,7 @@ def _counts(number: int, turn: Mapping[str, Any], role: str) -> bool:
         if role != "assistant" or value is None or (name == "loss" and not isinstance(value, bool)):
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise Bad("bad_chat", f"turn {number} has {name} {value!r}; expected 0 or 1, false or true")
+            raise Bad("bad_chat", f"turn {number} has {name} {brief(value)}; expected 0 or 1, false or true")
         counts = counts and bool(value)
     return counts
 
@@ -191,18 +191,18 @@ def _calls(number: int, turn: Mapping[str, Any]) -> tuple[Call, ...]:
 
 def _call(number: int, call: object) -> Call:
     if not isinstance(call, dict):
-        raise Bad("bad_chat", f"turn {number} has a {type(call).__name__} as a call; expected an object")
+        raise Bad("bad_chat", f"turn {number} has {kind_of(call)} as a call; expected an object")
     inner = call.get("function")
     function = inner if isinstance(inner, dict) else call
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
-        raise Bad("bad_chat", f"turn {number} calls {name!r}; expected the name of a function")
+        raise Bad("bad_chat", f"turn {number} calls {brief(name)}; expected the name of a function")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"turn {number}: the arguments of {name!r}") if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise Bad("bad_chat", f"turn {number} calls {name!r} with a {type(arguments).__name__}; expected an object")
+        raise Bad("bad_chat", f"turn {number} calls {name!r} with {kind_of(arguments)}; expected an object")
     return Call(name, arguments, _text(call.get("id")))
 
 

@@ -48,15 +48,25 @@ class WrittenRow:
     shard: int | None = None
 
 
+_FIELDS: Final = ("row", "id", "index", "tokens", "file", "bytes", "crc32c")
+"""What each line has; `shard` may be missing."""
+
+
 def rows_name(part: int, parts: int) -> str:
     """Name of the list of one part."""
     return "hsx-rows.jsonl" if parts == 1 else f"hsx-rows-{part}-of-{parts}.jsonl"
 
 
-def read_rows(path: Path) -> Iterator[WrittenRow]:
+def read_rows(path: Path, kind: str = "export_refused") -> Iterator[WrittenRow]:
     """The lines of one list; a last one that a kill has torn is passed over, a missing list is empty.
 
-    Raises RunError `export_refused` for what is no such list.
+    Args:
+        path: the list.
+        kind: of the error; `import_refused` for one who imports.
+
+    Raises:
+        RunError: of that kind, for what is no such list.
+        OSError: it cannot be read.
     """
     try:
         file = path.open("rb")
@@ -69,10 +79,12 @@ def read_rows(path: Path) -> Iterator[WrittenRow]:
             try:
                 row = WrittenRow(**json.loads(line))
                 if not (type(row.id) is type(row.file) is str and type(row.row) is type(row.bytes) is int):
-                    raise TypeError("id and file are to be text, row and bytes whole numbers")
+                    raise ValueError("id and file are to be text, row and bytes whole numbers")
                 row.id.encode()  # JSON may hold half a character, which no other text can
             except (ValueError, TypeError, RecursionError) as error:
-                raise RunError("export_refused", f"{path}: line {number} is no row of an export: {error}") from error
+                # What Python says of a call that does not fit is no word on the file.
+                what = f"expected an object with {', '.join(_FIELDS)}" if isinstance(error, TypeError) else str(error)
+                raise RunError(kind, f"{path}: line {number} is no row of an export: {what}") from error
             yield row
 
 
@@ -129,13 +141,20 @@ def claim(folder: Path, document: dict[str, Any], identity: dict[str, Any]) -> N
         )
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an export. Raises RunError `export_refused` where there is none that can be read."""
+def read_manifest(folder: Path, kind: str = "export_refused") -> dict[str, Any]:
+    """The manifest of an export.
+
+    Args:
+        folder: the export.
+        kind: of the error; `import_refused` for one who imports.
+
+    Raises RunError of that kind where there is none that can be read.
+    """
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError("export_refused", f"{path} cannot be read: {error}") from error
+        raise RunError(kind, f"{path} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise RunError("export_refused", f"{path} is no manifest; expected format {FORMAT!r}")
+        raise RunError(kind, f"{path} is no manifest; expected format {FORMAT!r}")
     return document

@@ -41,6 +41,26 @@ class Vocabulary:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a draft vocabulary has of the tokens that count for the loss.
+
+    Attributes:
+        counted: tokens that count, each time that one occurs.
+        covered: of them, those that the draft can propose.
+        distinct: different ones among them: with so many the draft has them all.
+    """
+
+    counted: int
+    covered: int
+    distinct: int
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1; 1 where nothing counts."""
+        return self.covered / self.counted if self.counted else 1.0
+
+
 def count_tokens(rows: Iterable[IndexRow]) -> NDArray[np.int64]:
     """How often each token id occurs where the loss mask is 1: int64 [largest id + 1]."""
     counts = np.zeros(0, np.int64)
@@ -50,6 +70,11 @@ def count_tokens(rows: Iterable[IndexRow]) -> NDArray[np.int64]:
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found
     return counts
+
+
+def coverage(counts: NDArray[np.int64], draft: int) -> Coverage:
+    """What the `draft` most frequent tokens have of all that count: `counts` int64 [ids], as `count_tokens` gives them."""
+    return Coverage(int(counts.sum()), int(np.sort(counts)[::-1][:draft].sum()), int(np.count_nonzero(counts)))
 
 
 def mapping(counts: NDArray[np.int64], vocabulary: Vocabulary) -> dict[str, torch.Tensor]:

@@ -89,6 +89,7 @@ def test_plan_lists_bad_rows(tmp_path: Path, screen: Screen) -> None:
     assert main(["plan", str(job)]) == ExitCode.REFUSED
     error = screen.error()
     assert error.startswith(f"hsx: error [dataset_rejected] {tmp_path}/rows.jsonl has 32 bad rows; on_bad_row = 'skip'")
+    assert "line 6, id 'x': missing_field" in error
     assert "line 7: not_json" in error
     assert "... and 12 more" in error
     assert main(["plan", str(write_skipping(tmp_path)), "--json"]) == ExitCode.DONE
@@ -126,6 +127,35 @@ def test_show_a_sample_by_index_and_by_id(left: LeftJob, screen: Screen) -> None
     assert f"crc32c {document['crc32c']:08x}" in text
     assert document["marker"] in text
     assert "post_norm" in text
+
+
+def test_show_says_which_sample_was_meant(tmp_path: Path, screen: Screen) -> None:
+    """Ids that are numbers, and not those of the rows: a dataset that was shuffled has them."""
+    job = write_job(tmp_path)
+    lines = [{"id": name, "input_ids": [1] * (place + 1)} for place, name in enumerate([2, 1, 0, "9" * 900])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    prepare(load(job), lambda *_: None)
+
+    def shown(*options: str) -> str:
+        assert main(["show", str(job), *options]) == ExitCode.DONE
+        return screen.text()
+
+    doubted = shown("0")
+    assert doubted.startswith(
+        "note      0 is taken as an id, and is an index, too: --index shows that sample\nsample    2 (0)\n"
+    )
+    assert shown("0", "--id").startswith("sample    2 (0)\n")
+    assert shown("0", "--index").startswith("sample    0 (2)\n")
+    assert shown("1").startswith("sample    1 (1)\n")  # both are one sample
+    assert shown("3").startswith("sample    3 (9999")  # an index alone
+    assert shown("9" * 900).startswith("sample    3 (9999")
+    assert json.loads(shown("0", "--json"))["index_passed_over"] == 0
+    assert json.loads(shown("1", "--json"))["index_passed_over"] is None
+    for wrong, kind in ((("3", "--id"), "sample_unknown"), (("x", "--index"), "usage"), (("4", "--index"), "sample_unknown")):
+        assert main(["show", str(job), *wrong]) == ExitCode.REFUSED
+        assert screen.error().startswith(f"hsx: error [{kind}] ")
+    assert main(["show", str(job), "8" * 5000]) == ExitCode.REFUSED
+    assert screen.error().startswith("hsx: error [sample_unknown] ")
 
 
 def test_no_terminal_obeys_an_id(left: LeftJob, screen: Screen) -> None:

@@ -91,7 +91,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_line_of_a_run_that_has_just_begun() -> None:
     line = summary_line(Telemetry().snapshot())
-    assert line == "samples 0, 0 tokens/s, 0.0 MB/s, in flight 0, engine STOPPED"
+    assert line == "samples 0, 0 tokens/s, 0 bytes/s, in flight 0, engine STOPPED"
 
 
 def test_the_plain_view_writes_now_and_then_and_at_the_end() -> None:

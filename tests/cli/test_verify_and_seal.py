@@ -218,8 +218,8 @@ def test_the_reading_is_shown_now_and_then() -> None:
     reading = Reading(10, 40, 1_000_000_000, 4_000_000_000, 2, 2.0)
     for _ in range(3):
         view(reading)
-    assert stream.getvalue() == "shards 10/40, 1.0 of 4.0 GB, 0.50 GB/s, damages 2, left 6 s\n"
-    assert line(Reading(0, 1, 0, 10, 0, 0.0)) == "shards 0/1, 0.0 of 0.0 GB, 0.00 GB/s"
+    assert stream.getvalue() == "shards 10/40, 1 GB of 4 GB, 500 MB/s, damages 2, left 6 s\n"
+    assert line(Reading(0, 1, 0, 10, 0, 0.0)) == "shards 0/1, 0 bytes of 10 bytes, 0 bytes/s"
 
 
 # --- seal

@@ -10,6 +10,7 @@ import pytest
 from hsx.commands.job import examine
 from hsx.config_check import Finding, check
 from hsx.config_load import load
+from hsx.core.amounts import in_words_and_bytes
 from hsx.core.spec import ModelShape
 from hsx.disks import Disks
 from hsx.prepare import prepare
@@ -84,7 +85,7 @@ def test_a_staging_budget_smaller_than_the_largest_sample(folder: Path, budget: 
     found = findings(folder, {"staging": {"max_bytes": f"{budget}B"}})
     assert found == [] if fits else only(found, "staging.max_bytes").level == "error"
     if not fits:
-        assert f"expected at least {LARGEST_DUMP}, the dump of a sample of 4088 tokens" in found[0].message
+        assert f"expected at least {in_words_and_bytes(LARGEST_DUMP)}, the dump of a sample of 4088 tokens" in found[0].message
 
 
 def test_the_longest_sample_counts_once_it_is_known(folder: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_dump_directory_that_is_smaller_than_the_largest_dump(folder: Path, sm
     disks = mounts((small_disk, "tmpfs"))
     finding = only(findings(folder, staging, disks), "staging.dump_dir")
     assert finding.level == "error"
-    assert f"a file system of {1 << 20} bytes; expected at least {LARGEST_DUMP}" in finding.message
+    assert f"a file system of 1.05 MB; expected at least {in_words_and_bytes(LARGEST_DUMP)}" in finding.message
     (warning,) = findings(folder, staging, disks, longest=100)
     assert (warning.level, warning.key) == ("warning", "staging.max_bytes")
 

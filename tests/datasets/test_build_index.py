@@ -78,7 +78,7 @@ def test_refusing_lists_every_bad_row_and_writes_no_index(indexing: Indexing, wr
     first, *lines = caught.value.message.splitlines()
     assert first.startswith("3 of 7 rows are bad")
     assert str(indexing.state / BAD_ROWS_FILE) in first
-    assert [line.split(":")[0].strip() for line in lines] == ["line 4", "line 5 id 'a'", "line 6 id 'd'"]
+    assert [line.split(":")[0].strip() for line in lines] == ["line 4", "line 5, id 'a'", "line 6, id 'd'"]
     assert [line.split(": ")[1] for line in lines] == ["not_json", "duplicate_id", "out_of_vocabulary"]
     assert not indexing.group.exists()
     assert [row.line for row in indexing.rejected] == [4, 5, 6]
@@ -106,7 +106,7 @@ def test_refusing_many_shows_fifty_and_keeps_all_in_the_file(indexing: Indexing,
     assert lines[-1].strip() == "... and 70 more"
     listed = [json.loads(line) for line in (indexing.state / BAD_ROWS_FILE).read_text(encoding="utf-8").splitlines()]
     assert [row["line"] for row in listed] == list(range(4, 124))
-    assert listed[0].keys() == {"line", "sample_id", "reason", "message"}
+    assert listed[0].keys() == {"line", "sample_id", "reason", "message", "unit"}
 
 
 def test_skipping_records_bad_rows(indexing: Indexing, write: Write) -> None:

@@ -97,9 +97,9 @@ def test_thinking_beside_a_call_that_is_text() -> None:
             "the arguments of 'f' is not JSON",
         ),
         ({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": [1]}]}, "calls 'f' with a list"),
-        ({"role": "assistant", "content": "", "tool_calls": [3]}, "has a int as a call"),
+        ({"role": "assistant", "content": "", "tool_calls": [3]}, "has an integer as a call"),
         ({"role": "function_call", "content": "no JSON"}, "is not JSON"),
-        ({"role": "assistant", "content": "x", "reasoning": 5}, "has a int as thinking"),
+        ({"role": "assistant", "content": "x", "reasoning": 5}, "has an integer as thinking"),
     ],
 )
 def test_bad_calls(turn: dict[str, Any], words: str) -> None:

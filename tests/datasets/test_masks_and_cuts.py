@@ -59,8 +59,8 @@ def test_mask(tmp_path: Path, fields: dict[str, Any], mask: list[int]) -> None:
         ({"labels": [11, 12, 13, -100]}, "bad_mask", "they look shifted by one"),
         ({"prompt_length": 5}, "bad_mask", "prompt_length is 5; expected 0 to 4"),
         ({"prompt_length": -1}, "bad_mask", "prompt_length is -1"),
-        ({"prompt_length": 1.5}, "bad_type", "'prompt_length' is a float"),
-        ({"prompt_length": True}, "bad_type", "'prompt_length' is a bool"),
+        ({"prompt_length": 1.5}, "bad_type", "'prompt_length' is a number"),
+        ({"prompt_length": True}, "bad_type", "'prompt_length' is true"),
         ({"prompt_length": 1, "loss_mask": [0, 1, 0, 1]}, "bad_mask", "loss_mask says 0 of token 2, and prompt_length says 1"),
     ],
 )

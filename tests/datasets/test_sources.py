@@ -6,18 +6,23 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
 from pyarrow import ipc, parquet
 
+from hsx.cli import main
+from hsx.config_load import load
 from hsx.core.spec import ModelShape
 from hsx.datasets import open_dataset, open_source
 from hsx.datasets.sniff import sniff
 from hsx.errors import RunError
+from hsx.exit_codes import ExitCode
+from hsx.prepare import prepare
 from hsx.records import BadRow, Row
-from hsx.testing.jobs import dataset_config
+from hsx.testing.jobs import dataset_config, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,6 +180,38 @@ def test_lines_of_several_files_are_counted_through_and_named(tmp_path: Path) ->
     (_, broken), (_, twice) = bad(rows)
     assert broken.endswith("(line 1 of b.jsonl)")
     assert twice == "id '2' was used in line 4 of a.jsonl already (line 2 of b.jsonl)"
+
+
+def test_tables_have_rows_and_no_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, {"dataset": {"path": "t"}})
+    (tmp_path / "t").mkdir()
+    one = pa.table({"id": ["a", "b", "a"], "input_ids": [[1], [600], [2]]})
+    parquet.write_table(one, tmp_path / "t" / "a.parquet")
+    assert main(["preview", str(job)]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "bad row    row 2, id 'b': out_of_vocabulary" in shown
+    assert "bad row    row 3, id 'a': duplicate_id: id 'a' was used in row 1 already" in shown
+    assert "--- 'a', row 1: 1 token" in shown
+    parquet.write_table(pa.table({"id": ["b"], "input_ids": [[1]]}), tmp_path / "t" / "b.parquet")
+    assert main(["plan", str(job)]) == ExitCode.REFUSED
+    error = capsys.readouterr().err
+    assert "row 4, id 'b': duplicate_id: id 'b' was used in row 2 of a.parquet already (row 1 of b.parquet)" in error
+    with pytest.raises(RunError, match=r"\n  row 2, id 'b': out_of_vocabulary"):
+        prepare(load(job), lambda *_: None)
+    assert "line" not in error
+    both = {"id": ["a"], "input_ids": [[1]], "text": ["x"]}
+    parquet.write_table(pa.table(both), tmp_path / "t" / "a.parquet")
+    assert main(["preview", str(job)]) == ExitCode.REFUSED
+    assert "a.parquet, row 1: it has 'input_ids' and 'text'" in capsys.readouterr().err
+
+
+def test_rows_without_a_token_to_train_on_are_rows_of_a_table_too(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"id": ["a"], "input_ids": [[1]], "loss_mask": [[0]]}), tmp_path / "rows.parquet")
+    config = dataset_config(tmp_path / "rows.parquet")
+    config = msgspec.structs.replace(config, storage=msgspec.structs.replace(config.storage, tokens="loss"))
+    (row,) = open_dataset(config, SHAPE)
+    assert isinstance(row, BadRow)
+    assert (row.named, row.reason) == ("row 1, id 'a'", "no_loss")
 
 
 def test_files_of_two_kinds_may_be_the_same_rows_twice(tmp_path: Path) -> None:

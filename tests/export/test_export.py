@@ -126,6 +126,30 @@ def test_selection_counts_what_it_leaves_out(pre: Truth, tmp_path: Path) -> None
     assert read_manifest(folder)["left_out"] == {"not_in_ids": 2, "longer_than_max_tokens": 1}
 
 
+def test_what_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sample for one reason, the first ids on the screen and all of them in the document."""
+    truth = exportable_store(tmp_path / "store", "pre_norm", lengths=(5,) * 8 + (64, 65, 2, 1), committed=10)
+    ids = tmp_path / "ids"
+    ids.write_text("sample-0\nsample-8\nsample-9\n")
+    command = ["export", str(truth.path), str(tmp_path / "x"), "--to", "safetensors", "--ids", str(ids), "--max-tokens", "64"]
+    assert main([*command, "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "left out" in line] == [
+        "  left out: 2 samples (not_committed): 'sample-10', 'sample-11'",
+        "  left out: 7 samples (not_in_ids): 'sample-1', 'sample-2', 'sample-3', 'sample-4', 'sample-5' and 2 more, see --json",
+        "  left out: 1 sample (longer_than_max_tokens): 'sample-9'",
+    ]
+    for dry in (["--dry-run"], []):
+        assert main([*command, "--json", *dry]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["left_out"] == {"not_committed": 2, "not_in_ids": 7, "longer_than_max_tokens": 1}
+        left = document["left_out_samples"]
+        assert {entry["index"] for entry in left} == set(range(12)) - {0, 8}
+        assert left[-1] == {"id": "sample-9", "index": 9, "reason": "longer_than_max_tokens"}
+        assert document["rows"] + len(left) == 12
+    assert "left_out_samples" not in read_manifest(tmp_path / "x")  # a million ids are no matter of a manifest
+
+
 def test_samples_that_are_not_committed_are_no_rows(tmp_path: Path) -> None:
     truth = exportable_store(tmp_path / "store", "pre_norm", committed=3)
     write(truth, tmp_path / "x", "safetensors")

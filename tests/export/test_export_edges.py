@@ -25,13 +25,14 @@ from hsx.export import FORMATS, load_format
 from hsx.export.files import whole_file
 from hsx.export.manifest import read_manifest, read_rows
 from hsx.export.mapping import map_states
+from hsx.export.vocabulary import coverage
 from hsx.export_run import export
 from hsx.exporting import Request, plan
 from hsx.stores.group import open_store
 from hsx.stores.reader import Store
 from hsx.stores.seal import SealedArrays, write_seal
 from hsx.testing.exports import LENGTHS, WIDTH, Truth, exportable_store
-from hsx.testing.stores import RUN, payload, random_states
+from hsx.testing.stores import RUN, build_store, payload, random_states
 
 if TYPE_CHECKING:
     from hsx.export_run import Progress
@@ -340,13 +341,30 @@ def test_long_samples_do_not_make_an_arrow_dataset_need_more_memory() -> None:
     assert [len(batch) for batch in arrow._batches(iter([short] * 2001))] == [1000, 1000, 1]
 
 
+def test_what_a_draft_vocabulary_covers_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written, so that its size can be chosen; what does not count for the loss is no matter."""
+    ids = [np.array([3, 3, 3, 7, 7, 9, 200, 200, 200, 200], np.int32), np.array([3, 9], np.int32)]
+    masks = [np.array([1, 1, 1, 1, 1, 1, 0, 0, 0, 1], np.uint8), np.array([1, 0], np.uint8)]
+    states = [random_states(np.random.default_rng(3), len(each), 4, 32) for each in ids]
+    built = build_store(tmp_path, states, input_ids=ids, masks=masks, spec=CaptureSpec((2, 4, 7), "post_norm"))
+    command = ["export", str(built.info.path), str(tmp_path / "x"), "--to", "specforge", "--vocab-size", "256", "--dry-run"]
+    for draft, share, covered in ((1, "50.00 %", 4), (2, "75.00 %", 6), (4, "100.00 %", 8), (100, "100.00 %", 8)):
+        assert main([*command, "--draft-vocab", str(draft)]) == 0
+        words = f"{draft} of 256 tokens have {share} of the 8 that count for the loss; 4 different ones occur"
+        assert f"  draft vocabulary: {words}\n" in capsys.readouterr().out
+        assert main([*command, "--draft-vocab", str(draft), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["draft_coverage"]
+        assert told == {"counted": 8, "covered": covered, "distinct": 4, "share": covered / 8}
+    assert main(command) == 0
+    assert "draft vocabulary" not in capsys.readouterr().out
+    assert coverage(np.zeros(0, np.int64), 3).share == 1
+
+
 def test_the_draft_vocabulary_counts_where_the_loss_does(tmp_path: Path) -> None:
     """Ties go to the lower id; what is left of the draft's places, to the lowest ids that never occur."""
     ids = [np.array([7, 7, 7, 9, 9, 3, 3, 200, 200, 200], np.int32)]
     masks = [np.array([1, 1, 0, 1, 1, 1, 1, 0, 0, 1], np.uint8)]
     states = [random_states(np.random.default_rng(0), 10, 4, WIDTH)]
-    from hsx.testing.stores import build_store
-
     built = build_store(tmp_path, states, input_ids=ids, masks=masks, spec=CaptureSpec((2, 4, 7), "post_norm"))
     assert isinstance(built.info.layout, StoreLayout)
     for draft, chosen in ((2, [3, 7]), (3, [3, 7, 9]), (4, [3, 7, 9, 200]), (6, [0, 1, 3, 7, 9, 200])):

@@ -243,9 +243,38 @@ def test_a_manifest_that_says_nothing_is_told(post: Truth, tmp_path: Path) -> No
         with pytest.raises(RunError) as caught:
             bring(tmp_path / "x", tmp_path / "store", "specforge")
         assert caught.value.kind == "import_refused"
-    (tmp_path / "x" / MANIFEST).write_text("[" * 200_000)
-    with pytest.raises(RunError, match="cannot be read"):
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[" * 200_000, "cannot be read"), ("", "cannot be read"), ('{"format": "x"}', "is no manifest")]
+)
+def test_a_broken_manifest_refuses_the_import(post: Truth, tmp_path: Path, text: str, message: str) -> None:
+    export(plan(Store(post.path), load_format("specforge"), tmp_path / "x", Request()))
+    whole = (tmp_path / "x" / MANIFEST).read_bytes()
+    (tmp_path / "x" / MANIFEST).write_text(text)
+    with pytest.raises(RunError, match=message) as caught:
         bring(tmp_path / "x", tmp_path / "store", "specforge")
+    assert caught.value.kind == "import_refused"
+    (tmp_path / "x" / MANIFEST).write_bytes(whole)
+    assert bring(tmp_path / "x", tmp_path / "store", "specforge").committed == len(LENGTHS)
+
+
+def test_a_broken_list_of_rows_refuses_the_import(post: Truth, tmp_path: Path) -> None:
+    export(plan(Store(post.path), load_format("specforge"), tmp_path / "x", Request()))
+    path = tmp_path / "x" / "hsx-rows.jsonl"
+    whole = path.read_bytes()
+    path.write_text('{"row": 0}\n')
+    with pytest.raises(RunError, match="line 1 is no row of an export: expected an object with row, id,") as caught:
+        bring(tmp_path / "x", tmp_path / "store", "specforge")
+    assert caught.value.kind == "import_refused"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RunError, match="cannot be read: Is a directory") as caught:
+        bring(tmp_path / "x", tmp_path / "store", "specforge")
+    assert caught.value.kind == "import_refused"
+    path.rmdir()
+    path.write_bytes(whole)
+    assert bring(tmp_path / "x", tmp_path / "store", "specforge").committed == len(LENGTHS)
 
 
 def test_rows_of_a_dataset_without_a_file_are_listed(pre: Truth, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,7 @@ def test_a_root_is_not_moved_to_itself(bench: MoveBench) -> None:
 
 def test_reserves_are_kept(bench: MoveBench) -> None:
     with pytest.raises(
-        RunError, match=r"roots_full.*no root can take a shard of [0-9]+ bytes from root a \(b: 0 bytes of room; c: 0"
+        RunError, match=r"roots_full.*no root can take a shard of [0-9.]+ kB from root a \(b: 0 bytes of room; c: 0"
     ):
         bench.move("a", reserves={"b": 1 << 60, "c": 1 << 60})
     bench.in_order()

@@ -79,7 +79,7 @@ def test_staging_smaller_than_the_longest_dump() -> None:
     made = plan(lengths(10, 1000), SPEC, 7168, [BIG], 50_000_000)
     assert made.dump_bytes == 4096 + -(-1000 * (57_344 + 4) // 4096) * 4096
     assert not made.fits
-    assert "staging.max_bytes is 50000000" in made.problems()[0]
+    assert "staging.max_bytes is 50 MB" in made.problems()[0]
 
 
 def test_hours_at_a_rate() -> None:
