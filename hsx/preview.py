@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsx.datasets.sniff import ALL_COUNT
+from hsx.datasets.sniff import ALL_COUNT, SUCH_COUNT
 from hsx.records import BadRow, Row
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def whole_note(whole: int, accepted: int, seen: Sniffed) -> list[str]:
 
     A row without a mask is such a row; one in a dataset that has masks is easily overlooked.
     """
-    if not whole or (whole == accepted and any(note.endswith(ALL_COUNT) for note in seen.notes)):
+    if not whole or (whole == accepted and any(note.endswith((ALL_COUNT, SUCH_COUNT)) for note in seen.notes)):
         return []
     which = "every usable row" if whole == accepted else f"{whole} of {accepted} usable rows"
     return [f"note       every token of {which} counts for the loss: the mask is all ones, or there is none"]

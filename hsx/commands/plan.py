@@ -241,7 +241,7 @@ def _smaller_chunks(result: Plan) -> list[str]:
         return []
     return [
         f"chunks     of {result.chunk_tokens} tokens, to which each shard is filled up: with storage.chunk_tokens = {fewer} "
-        f"they would take {in_words(nbytes)}, {saved:.0%} less"
+        f"they would take {in_words(nbytes)}, {saved:.0%} less; it is fixed at the first run"
     ]
 
 

@@ -167,6 +167,6 @@ def _shown(row: Row, decode: Callable[[list[int]], str] | None, *, colour: bool)
             text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text) - LONGEST_SHOWN} characters more)"
         )
         # A dataset's text must not steer the terminal.
-        clean = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in shown)
+        clean = printable(shown)
         parts.append(f"{begin}{clean}{end}" if counts else clean)
     return "".join(parts)

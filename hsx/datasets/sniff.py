@@ -20,6 +20,7 @@ FIELDS_SHOWN: Final = 40
 LONGEST_SHOWN: Final = 80
 SYSTEM: Final = "system"
 ALL_COUNT: Final = "every token counts for the loss"
+SUCH_COUNT: Final = "every token of such a row counts for the loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ def _notes(config: Config, columns: Columns, form: str, names: set[str], kind: s
     if form == "chat" and SYSTEM in names:
         notes.append(f"the field {SYSTEM!r} is not read; expected as the first turn where it is to be seen")
     if form == "tokens" and not any(getattr(columns, role) in names for role in MASKS):
-        notes.append(f"no loss mask, labels or prompt length: {ALL_COUNT}")
+        lacking = "no loss mask, labels or prompt length"
+        # Rows of JSON may each have other fields.
+        notes.append(f"the first row has {lacking}: {SUCH_COUNT}" if kind == "jsonl" else f"{lacking}: {ALL_COUNT}")
     if form == "text" and not config.dataset.text_markers:
         notes.append(f"no dataset.text_markers: {ALL_COUNT}")
     if {columns.messages, columns.conversations} <= names and form == "chat":

@@ -64,7 +64,7 @@ def test_text_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.Capture
     job = job_with(tmp_path, [{"id": "a", "text": "x\x1b[2J\x07y"}], format="text")
     make_tokenizer(tmp_path / "model")
     assert main(["preview", job]) == ExitCode.DONE
-    assert "[[x\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}y]]" in capsys.readouterr().out
+    assert r"[[x\x1b[2J\x07y]]" in capsys.readouterr().out
 
 
 def test_masks_that_are_all_zero_stop_everything_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,9 @@ def test_rows_that_count_whole_are_told(tmp_path: Path, capsys: pytest.CaptureFi
         some = "note       every token of 2 of 3 usable rows counts for the loss: the mask is all ones, or there is none"
         assert said(command, [masked, *without]) == [some]
         assert said(command, [masked]) == []
-        nowhere = "note       no loss mask, labels or prompt length: every token counts for the loss"
+        nowhere = (
+            "note       the first row has no loss mask, labels or prompt length: every token of such a row counts for the loss"
+        )
         assert said(command, without[:1]) == [nowhere]
         everywhere = "note       every token of every usable row counts for the loss: the mask is all ones, or there is none"
         assert said(command, without[1:]) == [everywhere]

@@ -311,7 +311,7 @@ def test_what_was_sniffed_is_told(tmp_path: Path) -> None:
         "format     tokens, as the job file says",
         "fields     id: number as id; input_ids: list as input_ids; text: text; ok: boolean; none: null; meta: object",
         "note       text could be read as well; dataset.format chooses",
-        "note       no loss mask, labels or prompt length: every token counts for the loss",
+        "note       the first row has no loss mask, labels or prompt length: every token of such a row counts for the loss",
     ]
 
 
