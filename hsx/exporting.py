@@ -16,8 +16,8 @@ from hsx import __version__
 from hsx.errors import RunError
 from hsx.export.manifest import FORMAT
 from hsx.export.mapping import map_states
-from hsx.export.protocol import IndexRow
-from hsx.export.vocabulary import Coverage, Vocabulary, count_tokens, coverage
+from hsx.export.protocol import IndexRow, Vocabulary
+from hsx.export.vocabulary import Coverage, count_tokens, coverage
 from hsx.model_config import read_model_shape
 
 if TYPE_CHECKING:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from hsx.core.spec import CaptureSpec
     from hsx.export.manifest import WrittenRow
-    from hsx.importing import ImportReport, ImportRequest
     from hsx.ingest.journal import Journal, Listed
     from hsx.ingest.protocol import Head, Source
+    from hsx.ingest.request import ImportReport, ImportRequest
     from hsx.stores.root import ShardRoot
 
 _RUN: Final = "00000000"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from hsx.commands.output import Ticker, emit, emit_json, plural
 from hsx.errors import RunError
 from hsx.exit_codes import ExitCode
-from hsx.importing import ImportReport, ImportRequest, import_folder
+from hsx.importing import import_folder
+from hsx.ingest.request import ImportReport, ImportRequest
 
 if TYPE_CHECKING:
     import argparse

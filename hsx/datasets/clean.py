@@ -16,7 +16,7 @@ from hsx.datasets.masks import IGNORED, MASKS, PADDING
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hsx.datasets.batch import BatchColumns, Numbers
+    from hsx.datasets.columns import BatchColumns, Numbers
     from hsx.datasets.fields import Columns
     from hsx.datasets.rows import Limits
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.datasets.batch import BatchColumns, TableFields
+from hsx.datasets.batch import Batch, TableFields
 from hsx.errors import RunError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TableFile:
         self._require_same()
         try:
             for batch in self._batches(pyarrow):
-                columns = BatchColumns(batch)
+                columns = Batch(batch)
                 for row in range(batch.num_rows):
                     number += 1
                     yield number, TableFields(columns, row)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from hsx.errors import RunError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
@@ -15,7 +17,29 @@ if TYPE_CHECKING:
 
     from hsx.core.spec import FinalState
     from hsx.export.files import CheckedFile
-    from hsx.export.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Sizes of the vocabularies.
+
+    Attributes:
+        target: the model's; None where nobody has said.
+        draft: the draft's; None where no mapping is asked for.
+    """
+
+    target: int | None = None
+    draft: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft is None:
+            return
+        if self.target is None:
+            raise RunError("export_refused", "a vocabulary mapping needs the model's vocabulary; expected --vocab-size N")
+        if not 0 < self.draft <= self.target:
+            raise RunError(
+                "export_refused", f"--draft-vocab is {self.draft}; expected 1 up to the model's vocabulary, {self.target}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,30 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hsx.export.protocol import IndexRow
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Sizes of the vocabularies.
-
-    Attributes:
-        target: the model's; None where nobody has said.
-        draft: the draft's; None where no mapping is asked for.
-    """
-
-    target: int | None = None
-    draft: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.draft is None:
-            return
-        if self.target is None:
-            raise RunError("export_refused", "a vocabulary mapping needs the model's vocabulary; expected --vocab-size N")
-        if not 0 < self.draft <= self.target:
-            raise RunError(
-                "export_refused", f"--draft-vocab is {self.draft}; expected 1 up to the model's vocabulary, {self.target}"
-            )
+    from hsx.export.protocol import IndexRow, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import textwrap
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ def imported(path: Path, *, at_run_time_only: bool = False) -> set[str]:
 def is_module(name: str) -> bool:
     path = HSX.parent / Path(*name.split("."))
     return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def is_file(name: str) -> bool:
+    return (HSX.parent / Path(*name.split("."))).with_suffix(".py").exists()
 
 
 def modules(*parts: str) -> list[Path]:
@@ -132,6 +137,17 @@ def test_only_app_and_the_commands_name_concrete_adapters() -> None:
     for path in sorted(HSX.glob("*.py")):
         if path.name not in allowed:
             assert imported(path, at_run_time_only=True) & CONCRETE == set(), path.name
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Names that are imported for types alone, or within a function, count as well. A package's face hands on what it has."""
+    graph = {}
+    for path in sorted(HSX.rglob("*.py")):
+        if path.name != "__init__.py":
+            name = ".".join(path.relative_to(HSX.parent).with_suffix("").parts)
+            graph[name] = {found for found in of_hsx(imported(path)) if is_file(found)}
+    assert len(graph) > 200
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_nothing_shipped_imports_the_tests_helpers() -> None:

@@ -12,7 +12,8 @@ from pyarrow import ipc, parquet
 
 from hsx.core.spec import ModelShape
 from hsx.datasets import open_dataset, open_source
-from hsx.datasets.batch import TAKEN_WHOLE, BatchColumns, TableFields
+from hsx.datasets.batch import Batch, TableFields
+from hsx.datasets.columns import TAKEN_WHOLE
 from hsx.datasets.fields import Bad
 from hsx.records import BadRow, Row
 from hsx.testing.jobs import dataset_config
@@ -107,7 +108,7 @@ def test_table_gives_what_its_rows_give_line_by_line(tmp_path: Path, form: str, 
 def fields(**columns: Any) -> list[TableFields]:
     """The rows of a batch of these columns."""
     batch = pa.record_batch(columns)
-    return [TableFields(BatchColumns(batch), row) for row in range(batch.num_rows)]
+    return [TableFields(Batch(batch), row) for row in range(batch.num_rows)]
 
 
 def test_text_that_is_not_utf8_spoils_its_own_row_only() -> None:

@@ -17,7 +17,8 @@ from hsx.errors import RunError
 from hsx.export import load_format
 from hsx.export_run import export
 from hsx.exporting import Request, plan
-from hsx.importing import ImportReport, ImportRequest, import_folder
+from hsx.importing import import_folder
+from hsx.ingest.request import ImportReport, ImportRequest
 from hsx.stores.reader import Store
 from hsx.testing.exports import LAYERS, LENGTHS, VOCAB, Truth
 

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 import hsx
 from hsx.cli import main
 from hsx.errors import RunError
-from hsx.importing import ImportReport, ImportRequest, import_folder, journal_path
+from hsx.importing import import_folder, journal_path
 from hsx.ingest import open_source
 from hsx.ingest.journal import Journal
+from hsx.ingest.request import ImportReport, ImportRequest
 from hsx.testing.exports import LAYERS
 from hsx.testing.stores import random_states
 
@@ -87,7 +88,8 @@ def test_a_killed_import_goes_on_where_it_was(tmp_path: Path) -> None:
         """
         import os, signal, sys
         from pathlib import Path
-        from hsx.importing import ImportRequest, import_folder
+        from hsx.importing import import_folder
+        from hsx.ingest.request import ImportRequest
         from hsx.testing.forks import begin, ended
 
         store = Path(sys.argv[2])
