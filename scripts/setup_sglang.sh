@@ -37,6 +37,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$environment" ]; then
     echo "setup_sglang.sh: $python is not Python 3.11; set PYTHON" >&2
     exit 3
   }
+  echo "setting up SGLang $version in $folder (two to five minutes)"
   rm -f "$stamp" "$stamp_hsx"
   [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
   pip install -q 'pip==25.3'

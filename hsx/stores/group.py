@@ -209,7 +209,8 @@ def open_store(path: str | PathLike[str]) -> StoreInfo:
     try:
         attributes = read_attributes(path)
     except OSError as error:
-        raise RunError("store_invalid", f"{path} is not an hsx store: {metadata.METADATA}: {error.strerror}") from error
+        reason = f"is not an hsx store: {metadata.METADATA}: {error.strerror}" if path.exists() else "does not exist"
+        raise RunError("store_invalid", f"{path} {reason}; expected the folder of a store") from error
     found = attributes.get("hsx")
     form = found.get("format") if isinstance(found, dict) else None
     if not isinstance(found, dict) or form not in (FORMAT, REDUCED_FORMAT, FIRST_FORMAT):

@@ -156,7 +156,11 @@ class Store:
         """The index of a sample given by index (negative ones count from the end) or id. Raises RunError `sample_unknown`."""
         if isinstance(key, str):
             return self._table.index_of(key)
-        index = operator.index(key)
+        try:
+            index = operator.index(key)
+        except TypeError:
+            kind = type(key).__name__
+            raise TypeError(f"a sample's key is a {kind}; expected an index or an id (for several: store.read(keys))") from None
         if not -len(self) <= index < len(self):
             raise RunError("sample_unknown", f"store {self.path} has no sample {index}; it has {len(self)} samples")
         return index % len(self)

@@ -39,6 +39,13 @@ class StoredSample:
     hidden_states_numpy: NDArray[np.uint16]
     positions_numpy: NDArray[np.int64] | None = None
 
+    def __repr__(self) -> str:
+        rows, states, width = self.hidden_states_numpy.shape
+        kept = "" if self.positions_numpy is None else f", states of {rows}"
+        return (
+            f"<sample {self.index}, {self.id!r}: {self.tokens} tokens{kept}, {states} x {width}: {', '.join(self.state_names)}>"
+        )
+
     @property
     def tokens(self) -> int:
         """Length of the prompt, or of the part that was read."""

@@ -152,6 +152,19 @@ def test_the_documented_reader_reads_whatever_is_there(tmp_path: Path, codec: st
     assert np.array_equal(reader.states(1, 60, 130).view(torch.uint16).numpy(), states[1][60:130])
 
 
+def test_what_a_sample_is_fits_a_line(store: Store) -> None:
+    assert repr(store.sample(3, 0, 5)) == "<sample 3, 'sample-3': 5 tokens, 3 x 40: h_1, h_2, post_norm>"
+
+
+def test_slices_and_folders_that_are_not_there_are_told(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"key is a slice; expected an index or an id \(for several: store\.read"):
+        store[0:2]  # type: ignore[index]  # what is refused
+    with pytest.raises(RunError, match=r"nope\.zarr does not exist; expected the folder of a store"):
+        hsx.open(tmp_path / "nope.zarr")
+    with pytest.raises(RunError, match=r"is not an hsx store: zarr\.json: No such file or directory"):
+        hsx.open(tmp_path)
+
+
 def test_samples_are_found_by_index_and_id(store: Store) -> None:
     assert store["sample-3"].index == store[3].index == store[-3].index == store[np.int64(3)].index == 3
     assert "sample-3" in store
