@@ -12,13 +12,12 @@ import fcntl
 import logging
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from hsx.capture.model import CaptureRefusedError
 from hsx.core.dump import PART_SUFFIX
-from hsx.core.epoch import CaptureState, lock_name, state_name, to_json
+from hsx.core.epoch import COUNTS, CaptureState, lock_name, state_name, to_json
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +44,13 @@ class Counter:
         self._path = os.fspath(folder / state_name(rank))
         self._part = self._path + PART_SUFFIX
         self._guard = threading.Lock()
-        self._state = CaptureState(epoch, os.getpid(), _own_start_ticks(), 0, 0, 0, 0, 0, rank)
-        self._saved: CaptureState | None = None
+        # Numbers in a plain mapping: they change with every dump, and a frozen record costs ten times as much.
+        self._counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self._whose = (epoch, os.getpid(), _own_start_ticks(), rank)
+        self._saved: dict[str, int] = {}
         self._failing = False
         try:
-            self._write(self._state)
+            self._write()
         except OSError:
             self.close()
             raise
@@ -57,7 +58,8 @@ class Counter:
     @property
     def state(self) -> CaptureState:
         """What has been counted, saved or not."""
-        return self._state
+        epoch, pid, start_ticks, rank = self._whose
+        return CaptureState(epoch=epoch, pid=pid, start_ticks=start_ticks, rank=rank, **self._counts)
 
     def add(self, *, sequence: int = 0, published: int = 0, failed: int = 0, foreign: int = 0, incomplete: int = 0) -> None:
         """Counts; `save` makes it known.
@@ -70,21 +72,17 @@ class Counter:
             incomplete: markers given up without an error file.
         """
         with self._guard:
-            state = self._state
-            self._state = replace(
-                state,
-                sequence=max(sequence, state.sequence),
-                published=state.published + published,
-                failed=state.failed + failed,
-                foreign=state.foreign + foreign,
-                incomplete=state.incomplete + incomplete,
-            )
+            counts = self._counts
+            counts["sequence"] = max(sequence, counts["sequence"])
+            counts["published"] += published
+            counts["failed"] += failed
+            counts["foreign"] += foreign
+            counts["incomplete"] += incomplete
 
     def gauge(self, *, staged_bytes: int, staged_peak_bytes: int, blocked_us: int, forward_us: int, forwards: int) -> None:
         """Notes what `CaptureState` tells of staging, as it is now; `save` makes it known."""
         with self._guard:
-            self._state = replace(
-                self._state,
+            self._counts.update(
                 staged_bytes=staged_bytes,
                 staged_peak_bytes=staged_peak_bytes,
                 blocked_us=blocked_us,
@@ -95,10 +93,10 @@ class Counter:
     def save(self) -> None:
         """Publishes the state where it changed. Never raises: what cannot be written now is written by a later call."""
         with self._guard:
-            if self._state == self._saved:
+            if self._counts == self._saved:
                 return
             try:
-                self._write(self._state)
+                self._write()
             except OSError:
                 if not self._failing:
                     log.exception("capture.state_failed")
@@ -110,17 +108,17 @@ class Counter:
         """Lets go of the lock. For tests: a server keeps it to its death."""
         os.close(self._lock_fd)
 
-    def _write(self, state: CaptureState) -> None:
+    def _write(self) -> None:
         # Plain calls: this runs once a forward, and text files and Path objects cost more than the write itself.
         descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            data = to_json(state).encode()
+            data = to_json(self.state).encode()
             if os.write(descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._part)
         finally:
             os.close(descriptor)
         os.rename(self._part, self._path)  # noqa: PTH104
-        self._saved = state
+        self._saved = dict(self._counts)
 
 
 def _hold(path: Path, rank: int) -> int:

@@ -4,6 +4,10 @@ A dump grows as `<marker>.part` and becomes `<marker>.safetensors` at one `renam
 dump under its final name. `posix_fallocate` reserves the whole file first: a full tmpfs is then a clean ENOSPC at `begin`,
 where a hole written later (or a mapping of it) would be SIGBUS for the whole server.
 
+A dump that is there in one piece is written by `write_whole`, in four calls to the kernel instead of seven. Each call lets go
+of the interpreter lock and takes it again, and the thread that runs the model waits for every turn of it. Names are strings
+here, for the same reason: what this thread computes, the model's thread waits for.
+
 The writer checks no coverage: what has arrived is `assembly.py`'s business. It is shared by the SGLang plugin and by the
 reference engine.
 """
@@ -15,6 +19,7 @@ import json
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,13 +29,12 @@ from hsx.core.dump import ERROR_SUFFIX, ID_BYTES, PART_SUFFIX, SUFFIX, DumpHeade
 from hsx.core.spec import BF16_BYTES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     from hsx.core.marker import Marker
     from hsx.core.spec import CaptureSpec
 
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 _LARGEST_SEQUENCE: Final = 10**18
 """Stands in for the sequence until publication, so that the room left for the header is always enough."""
 
@@ -76,7 +80,7 @@ class DumpWriter:
     def __init__(
         self, folder: Path, epoch: str, spec: CaptureSpec, hidden_size: int, model: str, engine: str, rank: int = 0
     ) -> None:
-        self._folder = folder
+        self._folder = os.fspath(folder)
         self._epoch = epoch
         self._spec = spec
         self._hidden_size = hidden_size
@@ -102,12 +106,12 @@ class DumpWriter:
         header = self._header(marker, _LARGEST_SEQUENCE)
         states_at = len(encode_header(header))
         path = self._path(marker, PART_SUFFIX)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, _CREATE, 0o600)
         try:
             os.posix_fallocate(fd, 0, states_at + header.data_bytes)
         except OSError:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            _unlink(path)
             raise
         self._open[marker] = _Open(fd, states_at, states_at + header.states_bytes)
 
@@ -127,16 +131,49 @@ class DumpWriter:
             OSError: the file cannot be written.
         """
         opened = self._open[marker]
-        bits = bf16_bits(states)
-        count = len(input_ids)
-        expected = (count, self._spec.states, self._hidden_size)
-        if bits.shape != expected or input_ids.dtype != np.int32:
-            raise ValueError(f"{marker}: states are {bits.shape}, ids {input_ids.dtype}; expected {expected} and int32")
-        if not 0 <= offset <= offset + count <= marker.tokens:
-            raise ValueError(f"{marker}: tokens {offset} to {offset + count}; expected at most {marker.tokens}")
+        bits = self._checked(marker, offset, states, input_ids)
         row = self._spec.states * self._hidden_size * BF16_BYTES
-        _write_all(opened.fd, bits, opened.states_at + offset * row)
-        _write_all(opened.fd, np.ascontiguousarray(input_ids), opened.ids_at + offset * ID_BYTES)
+        _write_all(opened.fd, [_bytes(bits)], opened.states_at + offset * row)
+        _write_all(opened.fd, [_bytes(input_ids)], opened.ids_at + offset * ID_BYTES)
+
+    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
+        """Writes and publishes all tokens of a marker at once; of one that has begun, what was written before is void.
+
+        Nothing is reserved first: with nothing to come, a full file system is as clean an error at the only write.
+
+        Args:
+            marker: whose tokens they are.
+            states: bf16 [tokens, L, H], as torch.bfloat16 or as uint16 bits.
+            input_ids: int32 [tokens].
+
+        Returns:
+            The dump's sequence, as `publish` does.
+
+        Raises:
+            ValueError: a wrong shape or dtype; nothing is written then.
+            OSError: it cannot be written, or not renamed; the `.part` file is gone then, and the sequence is not used up.
+        """
+        bits = self._checked(marker, 0, states, input_ids)
+        if len(bits) != marker.tokens:
+            raise ValueError(f"{marker}: {len(bits)} tokens; expected all {marker.tokens}")
+        opened = self._open.pop(marker, None)
+        if opened is not None:
+            os.close(opened.fd)
+        part = self._path(marker, PART_SUFFIX)
+        with self._publishing:
+            sequence = self._sequence + 1
+            head = encode_header(self._header(marker, sequence))
+            fd = os.open(part, _CREATE, 0o600)
+            try:
+                _write_all(fd, [memoryview(head), _bytes(bits), _bytes(input_ids)], 0)
+                os.rename(part, self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
+            except OSError:
+                _unlink(part)
+                raise
+            finally:
+                os.close(fd)
+            self._sequence = sequence
+        return sequence
 
     def publish(self, marker: Marker) -> int:
         """Writes the header, renames the file to its final name and returns its sequence (1 for the epoch's first).
@@ -147,8 +184,8 @@ class DumpWriter:
         with self._publishing:
             sequence = self._sequence + 1
             head = encode_header(self._header(marker, sequence), at_least=opened.states_at)
-            _write_all(opened.fd, np.frombuffer(head, dtype=np.uint8), 0)
-            self._path(marker, PART_SUFFIX).rename(self._path(marker, SUFFIX))
+            _write_all(opened.fd, [memoryview(head)], 0)
+            os.rename(self._path(marker, PART_SUFFIX), self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
             self._sequence = sequence
         os.close(self._open.pop(marker).fd)
         return sequence
@@ -162,7 +199,7 @@ class DumpWriter:
         """
         self.drop(marker)
         note = {"marker": str(marker), "epoch": self._epoch, "reason": reason, "errno": errno}
-        part = self._path(marker, ERROR_SUFFIX + PART_SUFFIX)
+        part = Path(self._path(marker, ERROR_SUFFIX + PART_SUFFIX))
         try:
             part.write_text(json.dumps(note))
         except OSError:
@@ -175,20 +212,43 @@ class DumpWriter:
         if opened is None:
             return
         os.close(opened.fd)
-        with contextlib.suppress(OSError):
-            self._path(marker, PART_SUFFIX).unlink()
+        _unlink(self._path(marker, PART_SUFFIX))
 
-    def _path(self, marker: Marker, suffix: str) -> Path:
-        return self._folder / f"{marker}{suffix}"
+    def _checked(
+        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
+    ) -> NDArray[np.uint16]:
+        """The bits of the states. Raises ValueError where they, or the ids, are not what belongs to these tokens."""
+        bits = bf16_bits(states)
+        count = len(input_ids)
+        expected = (count, self._spec.states, self._hidden_size)
+        if bits.shape != expected or input_ids.dtype != np.int32:
+            raise ValueError(f"{marker}: states are {bits.shape}, ids {input_ids.dtype}; expected {expected} and int32")
+        if not 0 <= offset <= offset + count <= marker.tokens:
+            raise ValueError(f"{marker}: tokens {offset} to {offset + count}; expected at most {marker.tokens}")
+        return bits
+
+    def _path(self, marker: Marker, suffix: str) -> str:
+        return f"{self._folder}/{marker}{suffix}"
 
     def _header(self, marker: Marker, sequence: int) -> DumpHeader:
         return DumpHeader(marker, self._epoch, sequence, self._spec, self._hidden_size, self._model, self._engine, self._rank)
 
 
-def _write_all(fd: int, data: NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.int32], offset: int) -> None:
-    """pwrite until everything is written: a full file system may take part of a call and fail the next one."""
-    view = data.reshape(-1).view(np.uint8).data
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view = view[done:]
+def _bytes(data: NDArray[np.uint16] | NDArray[np.int32]) -> memoryview:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+def _write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
+    """pwritev until everything is written: a full file system may take part of a call and fail the next one."""
+    while buffers:
+        done = os.pwritev(fd, buffers, offset)
         offset += done
+        while buffers and done >= len(buffers[0]):
+            done -= len(buffers.pop(0))
+        if buffers:
+            buffers[0] = buffers[0][done:]
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)  # noqa: PTH108 - names are strings here

@@ -57,6 +57,10 @@ class Dumps(Protocol):
         """Gives the dump its number and its final name."""
         ...
 
+    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
+        """All three of these at once."""
+        ...
+
     def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:
         """Leaves an error file instead."""
         ...
@@ -74,11 +78,15 @@ class Go:
         marker: whose.
         void: nothing of it is written any more: it was given up, begun again, or has failed.
         failed: it failed in the writer thread.
+        whole: all its tokens were handed over, and its forwards are over.
+        published: its dump has its name.
     """
 
     marker: Marker
     void: bool = False
     failed: bool = False
+    whole: bool = False
+    published: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,7 @@ class Staging:
     def whole(self, go: Go) -> None:
         """All its tokens were handed over: publish it, once the forward is over (`tally`)."""
         with self._changed:
+            go.whole = True
             self._queue.append(_Whole(go))
 
     def drop(self, marker: Marker) -> None:
@@ -316,7 +325,8 @@ class Staging:
         if isinstance(item, Part):
             self._write(item)
         elif isinstance(item, _Whole):
-            self._publish(item.go)
+            go = item.go
+            self._publish(go, lambda: self._writer.publish(go.marker))
         elif isinstance(item, _Failed):
             self._give_up(item.marker, item.reason, item.errno, item.trace)
         elif isinstance(item, _Dropped):
@@ -338,28 +348,33 @@ class Staging:
             return
         if slab.event is not None:
             slab.event.synchronize()  # lets go of the GIL
-        begins = self._begun.get(marker) is not go
-        if begins:
-            self._writer.begin(marker)
-            self._begun[marker] = go
         rows = slice(part.row, part.row + part.count)
-        bits, ids = slab.bits[rows], slab.ids_array[rows]
+        states: torch.Tensor | NDArray[np.uint16] = slab.bits[rows]
+        ids = slab.ids_array[rows]
+        self._bytes += slab.bits[rows].nbytes
+        begins = self._begun.get(marker) is not go
         if self._unrounded is not None:
             if begins:
                 self._unrounded.begin(marker)
             self._unrounded.write(marker, part.offset, slab.states[rows].numpy())
-            self._writer.write(marker, part.offset, slab.states[rows].to(torch.bfloat16), ids)
-        else:
-            self._writer.write(marker, part.offset, bits, ids)
-        self._bytes += bits.nbytes
+            states = slab.states[rows].to(torch.bfloat16)
+        if go.whole and part.count == marker.tokens:
+            # The usual case, and the cheap one: the whole prompt is in this slab, and may be published.
+            self._publish(go, lambda: self._writer.write_whole(marker, states, ids))
+            return
+        if begins:
+            self._writer.begin(marker)
+            self._begun[marker] = go
+        self._writer.write(marker, part.offset, states, ids)
 
-    def _publish(self, go: Go) -> None:
+    def _publish(self, go: Go, publish: Callable[[], int]) -> None:
         marker = go.marker
-        if go.void or marker in self._given_up:
+        if go.void or go.published or marker in self._given_up:
             return
         if self._unrounded is not None:
             self._unrounded.publish(marker)
-        sequence = self._writer.publish(marker)
+        sequence = publish()
+        go.published = True
         self._begun.pop(marker, None)
         self._counter.add(sequence=sequence, published=1)
         log.debug("capture.published marker=%s sequence=%d", marker, sequence)

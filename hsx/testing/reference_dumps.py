@@ -46,7 +46,7 @@ class Rows:
 class _Staged(DumpWriter):
     """Leaves a whole dump as `<marker>.safetensors.part`, for whoever is to spoil it and move it to its name."""
 
-    def _path(self, marker: Marker, suffix: str) -> Path:
+    def _path(self, marker: Marker, suffix: str) -> str:
         return super()._path(marker, suffix + PART_SUFFIX if suffix == SUFFIX else suffix)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +19,9 @@ from hsx.core.dump import decode_header
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SPEC = CaptureSpec((2, 5), "post_norm")
 WIDTH = 16
+OWN_DESCRIPTORS = Path("/proc/self/fd")
 EPOCH = "11111111-2222-4333-8444-555555555555"
 
 
@@ -52,6 +50,77 @@ def test_published_dump_reads_back(writer: DumpWriter, tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("hidden_states"), states)
         assert file.get_tensor("input_ids").tolist() == ids.tolist()
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name]
+
+
+def test_a_whole_dump_is_byte_for_byte_what_pieces_make(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    states, ids = states_of(10), np.arange(10, dtype=np.int32)
+    writer.begin(marker)
+    writer.write(marker, 0, states, ids)
+    assert writer.publish(marker) == 1
+    path = tmp_path / f"{marker}.safetensors"
+    pieces = path.read_bytes()
+    again = DumpWriter(tmp_path, EPOCH, SPEC, WIDTH, "model", "test 1")
+    assert again.write_whole(marker, bf16_bits(states), ids) == 1
+    assert path.read_bytes() == pieces
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert again.write_whole(Marker("0a0b0c0d", 8, 1, 10), states, ids) == again.sequence == 2
+
+
+def test_a_whole_dump_writes_over_what_had_begun(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    writer.begin(marker)
+    writer.write(marker, 0, states_of(10), np.full(10, 9, np.int32))
+    descriptors = len(list(OWN_DESCRIPTORS.iterdir()))
+    writer.write_whole(marker, states_of(10), np.arange(10, dtype=np.int32))
+    assert len(list(OWN_DESCRIPTORS.iterdir())) == descriptors - 1
+    with safe_open(tmp_path / f"{marker}.safetensors", "pt") as file:
+        assert file.get_tensor("input_ids").tolist() == list(range(10))
+    assert [p.name for p in tmp_path.iterdir()] == [f"{marker}.safetensors"]
+
+
+@pytest.mark.parametrize("limit", [0, 100, 4096, 5000, 8192])
+def test_a_whole_dump_without_room_leaves_nothing(writer: DumpWriter, tmp_path: Path, limit: int) -> None:
+    """A file size limit stands in for the full disk: a part of the call is written, the rest is refused."""
+    marker = Marker("0a0b0c0d", 7, 1, 1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.write_whole(marker, states_of(1000), np.zeros(1000, np.int32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+    assert writer.write_whole(marker, states_of(1000), np.zeros(1000, np.int32)) == 1
+
+
+def test_a_call_that_writes_a_part_is_continued(writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 100)
+    real = os.pwritev
+    asked: list[int] = []
+
+    def some(fd: int, buffers: list[memoryview], offset: int) -> int:
+        first = next(buffer for buffer in buffers if len(buffer))
+        asked.append(offset)
+        return real(fd, [first[:1000]], offset)
+
+    monkeypatch.setattr(os, "pwritev", some)
+    ids = np.arange(100, dtype=np.int32)
+    writer.write_whole(marker, states_of(100), ids)
+    monkeypatch.undo()
+    assert len(asked) > 3
+    with safe_open(tmp_path / f"{marker}.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("hidden_states"), states_of(100))
+        assert file.get_tensor("input_ids").tolist() == ids.tolist()
+
+
+def test_a_part_of_a_prompt_is_no_whole_dump(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    with pytest.raises(ValueError, match="9 tokens; expected all 10"):
+        writer.write_whole(marker, states_of(9), np.zeros(9, np.int32))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sequence_rises_at_publication(writer: DumpWriter, tmp_path: Path) -> None:

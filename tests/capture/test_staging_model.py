@@ -6,6 +6,7 @@ import errno
 import json
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,10 @@ from hsx.core.epoch import STATE_NAME, state_from_json
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.reader import MappedDump
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SPEC = CaptureSpec((1,), "post_norm")
 WIDTH = 8
@@ -37,6 +42,11 @@ class Refusing(DumpWriter):
             raise OSError(errno.ENOSPC, "No space left on device")
         super().begin(marker)
 
+    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
+        if marker in self.refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write_whole(marker, states, input_ids)
+
 
 # One chunk of a forward: which marker, how many tokens at most, and whether its request begins again with it.
 CHUNK = st.tuples(st.integers(0, len(MARKERS) - 1), st.integers(1, 60), st.booleans())
@@ -48,7 +58,7 @@ FORWARDS = st.lists(st.lists(CHUNK, min_size=1, max_size=4, unique_by=lambda chu
 def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[Marker], pool_bytes: int) -> None:
     done = dict.fromkeys(MARKERS, 0)
     tries = dict.fromkeys(MARKERS, 0)
-    whole: list[Marker] = []
+    whole: dict[Marker, int] = {}  # and with which forward
     begun: set[Marker] = set()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,7 +67,7 @@ def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[
         writer.refused = frozenset(refused)
         staging = Staging(writer, counter, Pool(pool_bytes, SPEC.states, WIDTH, torch.bfloat16))
         session = Session(staging, len(SPEC.layers), patience_s=FOREVER_S)
-        for forward in forwards:
+        for turn, forward in enumerate(forwards):
             chunks = []
             for index, count, again in forward:
                 marker = MARKERS[index]
@@ -71,7 +81,7 @@ def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[
                     done[marker] += count
                     begun.add(marker)
                     if done[marker] == marker.tokens:
-                        whole.append(marker)
+                        whole[marker] = turn
             ids = torch.cat([content(m, tries[m])[o : o + n] for m, o, n in chunks] or [torch.zeros(0)])
             batch = session.begin([str(m) for m, _, _ in chunks], [o for _, o, _ in chunks], [n for _, _, n in chunks], ids)
             if batch is not None:
@@ -83,15 +93,18 @@ def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[
         assert staging.flush(FOREVER_S)
         state = state_from_json((folder / STATE_NAME).read_text())
         published = [marker for marker in whole if marker not in refused]
-        for number, marker in enumerate(published, 1):
+        numbers = {}
+        for marker in published:
             dump = MappedDump(folder / f"{marker}.safetensors")
             ids = content(marker, tries[marker])
-            assert dump.header.sequence == number
+            numbers[dump.header.sequence] = whole[marker]
             assert dump.input_ids.tolist() == ids.tolist()
             found = torch.from_numpy(dump.states.copy()).view(torch.bfloat16).float()
             wanted = ids.float()[:, None].repeat(1, WIDTH)
             assert torch.equal(found, torch.stack([wanted, wanted + 1], 1))
             dump.close()
+        assert sorted(numbers) == list(range(1, len(published) + 1))
+        assert [numbers[number] for number in sorted(numbers)] == sorted(numbers.values())  # in the order of the forwards
         failed = begun & refused
         assert {path.name for path in folder.glob("*.error")} == {f"{marker}.error" for marker in failed}
         assert all(json.loads((folder / f"{m}.error").read_text())["errno"] == errno.ENOSPC for m in failed)
