@@ -1,17 +1,20 @@
 """What capture costs the server: prefill tokens/s with the plugin and its dumps consumed, over a bare server. On a CPU.
 
-    python scripts/bench_capture.py [--lengths 100,500,2000] [--tokens 16000] [--rounds 5] [--concurrency 8] [--chunk 2048]
-                                    [--model FOLDER] [--python INTERPRETER] [--out FILE]
+    python scripts/bench_capture.py [--lengths 100,500,2000] [--tokens 16000] [--pairs 3] [--rounds 4] [--concurrency 8]
+                                    [--chunk 2048] [--model FOLDER] [--python INTERPRETER] [--out FILE]
 
 Two real servers of the same model run side by side, one bare, one with the plugin; an idle one sleeps. For each prompt length
 they take turns, in an order drawn anew for each round: the same prompts, as many at once; what counts is the time from the
-first request to the last answer. The dumps go to /dev/shm and are consumed meanwhile by a process of hsx's own: each is mapped,
-judged by every content invariant, written to a shard, and unlinked, as in a run.
+first request to the last answer. The dumps go to /dev/shm and are consumed meanwhile by a process of hsx's own: told of by
+inotify, each is mapped, judged by every content invariant, written to a shard, synced, and unlinked, as in a run. All this is
+done again with `--pairs` pairs of servers: where a process happens to lie in memory makes it a few per cent faster or slower
+for its whole life, and no number of rounds would tell.
 
-For each length: `x_bare_prefill`, the median of the rounds' ratios of tokens/s (goal: at least 0.95), and the smallest and the
-largest of them; `us_per_forward`, what the plugin itself spent in the forward path, from its state file, and `blocked_us`, what
-it waited for the pool; `late_ms`, the longest time from the last answer of a turn to its last dump. For all: `us_per_chunk`,
-from the line that the plugin leaves in the server's log at its end (`capture.closed`, which is printed).
+For each length: `x_bare_prefill`, the median of all rounds' ratios of tokens/s (goal: at least 0.95), the smallest and the
+largest of them, and `by_pair`, the median of each pair's; `us_per_forward`, what the plugin itself spent in the forward path,
+from its state file, and `blocked_us`, what it waited for the pool; `late_ms`, the longest time from the last answer of a turn
+to its last dump. For all: `us_per_chunk`, the largest of those in the lines that the plugin leaves in the servers' logs
+(`capture.closed`, which are printed).
 
 Trust the ratios, on a machine with nothing else to do. The tiny model is the harder test: its forward takes a millisecond.
 """
@@ -29,10 +32,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from asyncinotify import Inotify, Mask
 
 from hsx.core.dump import SUFFIX
 from hsx.core.invariants import Evidence, judge_dump
@@ -71,7 +76,7 @@ class Bare(CaptureServer):
         return [str(self.python), "-m", "sglang.launch_server", *own, *self.base, *self.arguments]
 
 
-def consume(folder: Path, target: Path, samples: int, longest: int, width: int) -> None:
+async def consume(folder: Path, target: Path, samples: int, longest: int, width: int) -> None:
     """Consumes dumps until it is ended: what a run does with each, its ledger aside."""
     layout = StoreLayout(samples, longest, SPEC.states, width)
     with TokenTableWriter(target / "store") as table:
@@ -80,26 +85,27 @@ def consume(folder: Path, target: Path, samples: int, longest: int, width: int) 
         table.finish({"sha256": "none"}, {})
     (target / "root").mkdir()
     _, (root,) = attach_roots(create_store(target / "store", layout, SPEC, {}), {"bench": target / "root"})
-    (target / "ready").touch()
-    while True:
-        names = [name for name in os.listdir(folder) if name.endswith(SUFFIX)] if folder.exists() else []  # noqa: PTH208 - names alone
-        for name in names:
-            marker = parse(name.removesuffix(SUFFIX))
-            if marker is None:
-                continue
-            dump = MappedDump(folder / name)
-            content = measure(dump.states, dump.input_ids, dump.input_ids)
-            header = dump.header
-            violation = judge_dump(Evidence(marker, header.epoch, SPEC, width, header, content))
-            if violation is not None:
-                raise RuntimeError(f"{marker}: {violation}")
-            ids = np.array(dump.input_ids)
-            payload = Payload(marker, header.epoch, header.sequence, ids, dump.states, content.crcs, dump.source)
-            root.write(payload)
-            dump.close()
-            (folder / name).unlink()
-        if not names:
-            time.sleep(0.002)
+    with Inotify() as changes:
+        changes.add_watch(folder, Mask.MOVED_TO)
+        while True:
+            names = [name for name in os.listdir(folder) if name.endswith(SUFFIX)]  # noqa: PTH208 - names alone
+            for name in names:
+                marker = parse(name.removesuffix(SUFFIX))
+                if marker is None:
+                    continue
+                dump = MappedDump(folder / name)
+                content = measure(dump.states, dump.input_ids, dump.input_ids)
+                header = dump.header
+                violation = judge_dump(Evidence(marker, header.epoch, SPEC, width, header, content))
+                if violation is not None:
+                    raise RuntimeError(f"{marker}: {violation}")
+                ids = np.array(dump.input_ids)
+                payload = Payload(marker, header.epoch, header.sequence, ids, dump.states, content.crcs, dump.source)
+                root.write(payload)
+                dump.close()
+                (folder / name).unlink()
+            if not names:
+                await changes.get()
 
 
 def prompts(length: int, tokens: int, first: int, vocabulary: int) -> dict[str, NDArray[np.int32]]:
@@ -144,9 +150,55 @@ def the_state(server: CaptureServer) -> CaptureState:
     return state
 
 
+@dataclass
+class Taken:
+    """What was measured at one length, over all pairs of servers."""
+
+    ratios: list[list[float]] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    late_s: float = 0.0
+    forward_us: int = 0
+    forwards: int = 0
+    blocked_us: int = 0
+    peak_bytes: int = 0
+
+    def row(self) -> dict[str, Any]:
+        """As it is reported."""
+        ratios = [ratio for pair in self.ratios for ratio in pair]
+        return {
+            "x_bare_prefill": round(statistics.median(ratios), 3),
+            "smallest": round(min(ratios), 3),
+            "largest": round(max(ratios), 3),
+            "by_pair": [round(statistics.median(pair), 3) for pair in self.ratios],
+            "bare_tokens_per_s": round(statistics.median(self.speeds)),
+            "us_per_forward": round(self.forward_us / max(1, self.forwards), 1),
+            "forwards": self.forwards,
+            "blocked_us": self.blocked_us,
+            "peak_staged_bytes": self.peak_bytes,
+            "late_ms": round(1e3 * self.late_s, 1),
+        }
+
+
 def bench(args: argparse.Namespace, folder: Path, shared: Path) -> dict[str, Any]:
-    """Both servers, all lengths, all rounds."""
+    """All pairs, all lengths, all rounds."""
     model = args.model or tiny_models.make("llama", folder / "model")
+    report: dict[str, Any] = {"model": model.name, "concurrency": args.concurrency, "chunk": args.chunk}
+    report |= {"pairs": args.pairs, "rounds": args.rounds, "closed": []}
+    taken = {length: Taken() for length in args.lengths}
+    for number in range(args.pairs):
+        for part in (folder / str(number), shared / str(number)):
+            part.mkdir()
+        report["closed"].append(one_pair(args, model, folder / str(number), shared / str(number), taken))
+    report["lengths"] = {str(length): found.row() for length, found in taken.items()}
+    for length, row in report["lengths"].items():
+        sys.stdout.write(f"{length:>6} tokens  " + "  ".join(f"{key} {value}" for key, value in row.items()) + "\n")
+    figures = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in report["closed"]]
+    report["us_per_chunk"] = max(float(found.get("us_per_chunk", "nan")) for found in figures)
+    return report
+
+
+def one_pair(args: argparse.Namespace, model: Path, folder: Path, shared: Path, taken: dict[int, Taken]) -> str:
+    """Two servers, all lengths, all rounds; returns the line that ours leaves at its end."""
     config = json.loads((model / "config.json").read_text())
     arguments = ["--chunked-prefill-size", str(args.chunk), "--max-total-tokens", "65536", "--dtype", args.dtype]
     python = args.python or interpreter()
@@ -156,58 +208,43 @@ def bench(args: argparse.Namespace, folder: Path, shared: Path) -> dict[str, Any
     )
     (folder / "ours").mkdir()
     (folder / "ours" / "dumps").symlink_to(shared)
-    per_length = {length: len(prompts(length, args.tokens, 0, 100)) for length in args.lengths}
-    samples = sum(per_length.values()) * (args.rounds + 1)
-    report: dict[str, Any] = {"model": model.name, "rounds": args.rounds, "concurrency": args.concurrency, "chunk": args.chunk}
+    samples = sum(len(prompts(length, args.tokens, 0, 100)) for length in args.lengths) * (args.rounds + 1)
     (folder / "consumed").mkdir()
     command = [sys.executable, __file__, "--consume", *map(str, (ours.dumps, folder / "consumed", samples, max(args.lengths)))]
     consumer = subprocess.Popen([*command, str(config["hidden_size"])])
-    first = done = 0
-    report["lengths"] = {}
+    first = 0
     try:
         with bare, ours:
-            for length in args.lengths:
-                ratios, late, speeds, before = [], 0.0, [], the_state(ours)
+            for length, found in taken.items():
+                found.ratios.append([])
+                before = the_state(ours)
                 for number in range(args.rounds + 1):
                     batch = prompts(length, args.tokens, first, config["vocab_size"])
                     first += len(batch)
                     seconds: dict[str, float] = {}
-                    for server in random.Random(number).sample([bare, ours], 2):
+                    for server in random.sample([bare, ours], 2):
                         seconds[server.folder.name] = asyncio.run(turn(server, batch, args.concurrency))
                         if server is ours:
-                            done += len(batch)
-                            late = max(late, wait_for(ours, done))
+                            found.late_s = max(found.late_s, wait_for(ours, first))
                     if consumer.poll() is not None:
                         raise RuntimeError(f"the consumer ended with {consumer.returncode}")
                     if number:  # the first round warms up
-                        ratios.append(seconds["bare"] / seconds["ours"])
-                        speeds.append(length * len(batch) / seconds["bare"])
+                        found.ratios[-1].append(seconds["bare"] / seconds["ours"])
+                        found.speeds.append(length * len(batch) / seconds["bare"])
                     else:
                         before = the_state(ours)
                 after = the_state(ours)
-                forwards = after.forwards - before.forwards
-                row = {
-                    "x_bare_prefill": round(statistics.median(ratios), 3),
-                    "smallest": round(min(ratios), 3),
-                    "largest": round(max(ratios), 3),
-                    "bare_tokens_per_s": round(statistics.median(speeds)),
-                    "us_per_forward": round((after.forward_us - before.forward_us) / max(1, forwards), 1),
-                    "forwards": forwards,
-                    "blocked_us": after.blocked_us - before.blocked_us,
-                    "peak_staged_bytes": after.staged_peak_bytes,
-                    "late_ms": round(1e3 * late, 1),
-                }
-                report["lengths"][str(length)] = row
-                sys.stdout.write(f"{length:>6} tokens  " + "  ".join(f"{key} {value}" for key, value in row.items()) + "\n")
-                sys.stdout.flush()
-            report["closed"] = closing_line(ours)
+                found.forward_us += after.forward_us - before.forward_us
+                found.forwards += after.forwards - before.forwards
+                found.blocked_us += after.blocked_us - before.blocked_us
+                found.peak_bytes = max(found.peak_bytes, after.staged_peak_bytes)
+            closed = closing_line(ours)
     finally:
         consumer.kill()
         consumer.wait()
-    figures = dict(part.split("=", 1) for part in report["closed"].split() if "=" in part)
-    report["us_per_chunk"] = float(figures.get("us_per_chunk", "nan"))
-    sys.stdout.write(f"server log at its end: {report['closed'] or 'nothing: it was killed'}\n")
-    return report
+    sys.stdout.write(f"server log at its end: {closed or 'nothing: it was killed'}\n")
+    sys.stdout.flush()
+    return closed
 
 
 def closing_line(server: CaptureServer) -> str:
@@ -227,12 +264,15 @@ def main() -> int:
     """Writes the report; 1 where a ratio misses the goal."""
     if sys.argv[1:2] == ["--consume"]:
         folder, target, samples, longest, width = sys.argv[2:]
-        consume(Path(folder), Path(target), int(samples), int(longest), int(width))
+        while not Path(folder).exists():
+            time.sleep(0.1)
+        asyncio.run(consume(Path(folder), Path(target), int(samples), int(longest), int(width)))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[100, 500, 2000])
     parser.add_argument("--tokens", type=int, default=16000, help="tokens of a server's turn")
-    parser.add_argument("--rounds", type=int, default=5, help="without the one that warms up")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of servers, one after the other")
+    parser.add_argument("--rounds", type=int, default=4, help="with each pair, without the one that warms up")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--dtype", default="bfloat16")

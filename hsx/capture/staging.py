@@ -2,8 +2,8 @@
 
 The thread that runs the model copies states into slabs, hands them over and goes on; it does no file I/O of any kind. The
 writer thread does everything else, in the order in which it was handed over: it begins, fills, publishes and drops dump files,
-numbers dumps, leaves error files, and saves the state file. So the order of publication is that of capture, the state file is
-never ahead of the renames that it counts, and what fails costs a marker and never the server.
+numbers dumps, leaves error files, and saves the state file. So dumps are published in the order of the forwards that captured
+them, the state file is never ahead of the renames that it counts, and what fails costs a marker and never the server.
 
 One `Go` is one try to assemble a marker. A request that begins again, or ends early, voids its go: what waits of it is taken
 out of the queue at once and its slabs come free, without waiting for the writer. A marker that has failed in the writer thread
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SAVE_EVERY_S: Final = 0.1
+"""How often the state file is written under load: each time costs as many turns at the interpreter lock as a dump."""
 CLOSING_S: Final = 10.0
 """How long the end of the process waits for what is still queued."""
 
@@ -153,6 +155,8 @@ class Staging:
         self._busy = self._closing = self._closed = False
         self._begun: dict[Marker, Go] = {}
         self._given_up: OrderedDict[Marker, None] = OrderedDict()
+        self._unsaved = False
+        self._save_at = 0.0
         self._spent_ns = self._forwards = self._chunks = self._bytes = 0
         # A daemon: a server must be able to end while a disk hangs.
         self._thread = threading.Thread(target=self._run, name="hsx-capture-writer", daemon=True)
@@ -222,8 +226,9 @@ class Staging:
         """Waits until everything handed over so far is done and the state file says so; False where it is not by then."""
         until = time.monotonic() + timeout_s
         with self._changed:
+            self._save_at = 0.0
             self._changed.notify_all()
-            while self._queue or self._busy:
+            while self._queue or self._busy or self._unsaved:
                 left = until - time.monotonic()
                 if left <= 0 or self._closed:
                     return False
@@ -295,31 +300,40 @@ class Staging:
             if isinstance(item, Part):
                 with self._changed:
                     self._release(item.slab)
-            self._save_if_due(item)
+            self._unsaved = True
+            if isinstance(item, _Tally) and time.monotonic() >= self._save_at:
+                self._save()
 
     def _next(self) -> _Item | None:
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            while not self._queue and not self._closing:
-                self._changed.wait()
-            if not self._queue or self._closed:
-                return None
-            self._busy = True
-            return self._queue.popleft()
+        """What is to be done next; None at the end. While there is nothing, the state file is written, once that is due."""
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not self._queue and not self._closing:
+                    left = self._save_at - time.monotonic()
+                    if self._unsaved and left <= 0:
+                        break
+                    self._changed.wait(left if self._unsaved else None)
+                if self._closed or not (self._queue or self._unsaved):
+                    return None
+                self._busy = True
+                if self._queue:
+                    return self._queue.popleft()
+            self._save()
 
-    def _save_if_due(self, item: _Item) -> None:
-        """Once a forward, and whenever nothing is left to do: then it tells that nothing is staged."""
-        if isinstance(item, _Tally) or not self._queue:
-            pool = self.pool
-            self._counter.gauge(
-                staged_bytes=pool.staged_bytes,
-                staged_peak_bytes=pool.peak_bytes,
-                blocked_us=pool.blocked_ns // 1000,
-                forward_us=self._forward_us(),
-                forwards=self._forwards,
-            )
-            self._counter.save()
+    def _save(self) -> None:
+        pool = self.pool
+        self._counter.gauge(
+            staged_bytes=pool.staged_bytes,
+            staged_peak_bytes=pool.peak_bytes,
+            blocked_us=pool.blocked_ns // 1000,
+            forward_us=self._forward_us(),
+            forwards=self._forwards,
+        )
+        self._counter.save()
+        self._unsaved = False
+        self._save_at = time.monotonic() + SAVE_EVERY_S
 
     def _do(self, item: _Item) -> None:
         if isinstance(item, Part):

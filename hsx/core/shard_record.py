@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from hsx.core.marker import parse
@@ -67,6 +67,9 @@ class ShardRecord:
         return self.rows or self.tokens
 
 
+_NAMES: Final = tuple(field.name for field in fields(ShardRecord))
+
+
 def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -> bytes:
     """The record as `nbytes` bytes. Raises ValueError where it needs more.
 
@@ -75,8 +78,9 @@ def encode(record: ShardRecord, nbytes: int, checksum: Callable[[bytes], int]) -
         nbytes: `StoreLayout.record_bytes`.
         checksum: crc32c of bytes.
     """
-    fields = {name: value for name, value in asdict(record).items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    values = ((name, getattr(record, name)) for name in _NAMES)
+    told = {name: value for name, value in values if name not in _DEFAULTS or value != _DEFAULTS[name]}
+    text = json.dumps(told, separators=(",", ":")).encode()
     body = MAGIC + len(text).to_bytes(4, "little") + text
     whole = body + checksum(body).to_bytes(_CRC, "little")
     if len(whole) > nbytes:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.model import CaptureRefusedError
 from hsx.capture.pool import Pool
 from hsx.capture.session import Session
-from hsx.capture.staging import Staging
+from hsx.capture.staging import SAVE_EVERY_S, Staging
 from hsx.core.epoch import LOCK_NAME, STATE_NAME, CaptureState, state_from_json
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
@@ -382,6 +383,28 @@ def test_a_disk_that_is_full_to_the_last_block(small_disk: Path, make: Callable[
     assert bench.check(SHORT) == 1
 
 
+def test_the_state_is_saved_in_time_and_not_with_each_forward(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.writer.let_through()
+    saves: list[float] = []
+    save = bench.counter.save
+
+    def counted() -> None:
+        saves.append(time.monotonic())
+        save()
+
+    bench.counter.save = counted  # type: ignore[method-assign] # counts the calls of the real one
+    forwards = 40
+    for index in range(forwards):
+        bench.run((Marker("0a0b0c0d", index, 1, 3), 0, 3))
+        time.sleep(0.01)
+    while bench.state.published < forwards:  # nobody asks for it
+        time.sleep(0.01)
+    assert all(later - earlier >= SAVE_EVERY_S for earlier, later in pairwise(saves))
+    assert bench.state.staged_bytes == 0
+    assert bench.state == bench.counter.state
+
+
 def test_the_state_is_never_ahead_of_the_dumps(make: Callable[..., Bench]) -> None:
     bench = make()
     publish, write_whole, seen = bench.writer.publish, bench.writer.write_whole, []
@@ -458,7 +481,7 @@ from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.pool import Pool
 from hsx.capture.session import Session
-from hsx.capture.staging import Staging
+from hsx.capture.staging import SAVE_EVERY_S, Staging
 from hsx.core.spec import CaptureSpec
 folder = Path(sys.argv[1])
 writer = DumpWriter(folder, "epoch", CaptureSpec((1, 3), "post_norm"), {WIDTH}, "model", "test 1")
