@@ -1,8 +1,8 @@
 """The capture side's own account of an epoch: `counter.json`, and the lock that makes it the only one who writes.
 
 Each data-parallel rank has its own. Shared by the SGLang plugin and by the reference engine. The state is written after the
-dumps that it counts, so it may lag behind the folder (by a tenth of a second under load, longer while the file system is full) and
-is never ahead of it.
+dumps that it counts, so it may lag behind the folder (by a tenth of a second under load, longer while the file system is full)
+and is never ahead of it.
 """
 
 from __future__ import annotations
