@@ -90,11 +90,14 @@ class Counter:
                 forwards=forwards,
             )
 
-    def save(self) -> None:
-        """Publishes the state where it changed. Never raises: what cannot be written now is written by a later call."""
+    def save(self) -> bool:
+        """Publishes the state where it changed; whether what is published is all that was counted.
+
+        Never raises: what cannot be written now is written by a later call.
+        """
         with self._guard:
             if self._counts == self._saved:
-                return
+                return True
             try:
                 self._write()
             except OSError:
@@ -103,13 +106,14 @@ class Counter:
                 self._failing = True
             else:
                 self._failing = False
+            return not self._failing
 
     def close(self) -> None:
         """Lets go of the lock. For tests: a server keeps it to its death."""
         os.close(self._lock_fd)
 
     def _write(self) -> None:
-        # Plain calls: this runs once a forward, and text files and Path objects cost more than the write itself.
+        # Plain calls: this runs ten times a second, and text files and Path objects cost more than the write itself.
         descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             data = to_json(self.state).encode()

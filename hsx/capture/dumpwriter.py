@@ -156,38 +156,44 @@ class DumpWriter:
         bits = self._checked(marker, 0, states, input_ids)
         if len(bits) != marker.tokens:
             raise ValueError(f"{marker}: {len(bits)} tokens; expected all {marker.tokens}")
-        opened = self._open.pop(marker, None)
-        if opened is not None:
-            os.close(opened.fd)
+        self.drop(marker)
         part = self._path(marker, PART_SUFFIX)
         with self._publishing:
             sequence = self._sequence + 1
             head = encode_header(self._header(marker, sequence))
-            fd = os.open(part, _CREATE, 0o600)
             try:
-                _write_all(fd, [memoryview(head), _bytes(bits), _bytes(input_ids)], 0)
+                fd = os.open(part, _CREATE, 0o600)
+                try:
+                    _write_all(fd, [memoryview(head), _bytes(bits), _bytes(input_ids)], 0)
+                finally:
+                    os.close(fd)  # before it has its name: what a close refuses is no dump
                 os.rename(part, self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
-            except OSError:
+            except BaseException:
                 _unlink(part)
                 raise
-            finally:
-                os.close(fd)
             self._sequence = sequence
         return sequence
 
     def publish(self, marker: Marker) -> int:
         """Writes the header, renames the file to its final name and returns its sequence (1 for the epoch's first).
 
-        Raises OSError; the sequence is not used up then, and the marker is still open.
+        Raises OSError; the sequence is not used up then, and the `.part` file is gone.
         """
         opened = self._open[marker]
+        part = self._path(marker, PART_SUFFIX)
         with self._publishing:
             sequence = self._sequence + 1
             head = encode_header(self._header(marker, sequence), at_least=opened.states_at)
-            _write_all(opened.fd, [memoryview(head)], 0)
-            os.rename(self._path(marker, PART_SUFFIX), self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
+            try:
+                _write_all(opened.fd, [memoryview(head)], 0)
+                del self._open[marker]
+                os.close(opened.fd)  # before it has its name, as in `write_whole`
+                os.rename(part, self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
+            except BaseException:
+                self.drop(marker)
+                _unlink(part)
+                raise
             self._sequence = sequence
-        os.close(self._open.pop(marker).fd)
         return sequence
 
     def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:

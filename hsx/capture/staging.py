@@ -155,8 +155,8 @@ class Staging:
         self._busy = self._closing = self._closed = False
         self._begun: dict[Marker, Go] = {}
         self._given_up: OrderedDict[Marker, None] = OrderedDict()
-        self._unsaved = False
-        self._save_at = 0.0
+        self._unsaved = self._asked = False
+        self._changed_at = self._save_at = 0.0
         self._spent_ns = self._forwards = self._chunks = self._bytes = 0
         # A daemon: a server must be able to end while a disk hangs.
         self._thread = threading.Thread(target=self._run, name="hsx-capture-writer", daemon=True)
@@ -223,12 +223,15 @@ class Staging:
     # --- any thread
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything handed over so far is done and the state file says so; False where it is not by then."""
+        """Waits until everything handed over so far is done and the state file says so, or cannot be written.
+
+        False where it is not done by then.
+        """
         until = time.monotonic() + timeout_s
         with self._changed:
-            self._save_at = 0.0
+            self._asked = True
             self._changed.notify_all()
-            while self._queue or self._busy or self._unsaved:
+            while self._queue or self._busy or (self._unsaved and self._asked):
                 left = until - time.monotonic()
                 if left <= 0 or self._closed:
                     return False
@@ -300,29 +303,39 @@ class Staging:
             if isinstance(item, Part):
                 with self._changed:
                     self._release(item.slab)
-            self._unsaved = True
-            if isinstance(item, _Tally) and time.monotonic() >= self._save_at:
-                self._save()
+            self._save_if_due(item)
 
     def _next(self) -> _Item | None:
         """What is to be done next; None at the end. While there is nothing, the state file is written, once that is due."""
+        tried = False
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
                 while not self._queue and not self._closing:
                     left = self._save_at - time.monotonic()
-                    if self._unsaved and left <= 0:
+                    if self._unsaved and (self._asked or left <= 0):
                         break
                     self._changed.wait(left if self._unsaved else None)
-                if self._closed or not (self._queue or self._unsaved):
+                ends = self._closed or (self._closing and not self._queue)
+                if ends and (tried or not self._unsaved):
                     return None
                 self._busy = True
-                if self._queue:
+                if self._queue and not ends:
                     return self._queue.popleft()
+                tried, self._asked = ends, False
+            self._save()
+
+    def _save_if_due(self, item: _Item) -> None:
+        """Behind a forward, if it is time; in the midst of a long one, where something has been unsaved for so long."""
+        now = time.monotonic()
+        if not self._unsaved:
+            self._unsaved, self._changed_at = True, now
+        if now >= self._save_at and (isinstance(item, _Tally) or now - self._changed_at >= SAVE_EVERY_S):
             self._save()
 
     def _save(self) -> None:
+        self._save_at = time.monotonic() + SAVE_EVERY_S
         pool = self.pool
         self._counter.gauge(
             staged_bytes=pool.staged_bytes,
@@ -331,9 +344,7 @@ class Staging:
             forward_us=self._forward_us(),
             forwards=self._forwards,
         )
-        self._counter.save()
-        self._unsaved = False
-        self._save_at = time.monotonic() + SAVE_EVERY_S
+        self._unsaved = not self._counter.save()
 
     def _do(self, item: _Item) -> None:
         if isinstance(item, Part):

@@ -209,7 +209,7 @@ COUNTS: Final = tuple(f.name for f in fields(CaptureState) if f.name not in {"ep
 def to_json(record: EpochRecord | CaptureReport | CaptureState) -> str:
     """The record as a JSON object with its format number.
 
-    A state is one line: it is written once a forward, and an indented one costs ten times as much.
+    A state is one line: it is written ten times a second, and an indented one costs ten times as much.
     """
     document = {"format": FORMAT, **{field.name: getattr(record, field.name) for field in fields(record)}}
     return json.dumps(document, indent=None if isinstance(record, CaptureState) else 1, sort_keys=True)

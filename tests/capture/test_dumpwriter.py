@@ -116,6 +116,45 @@ def test_a_call_that_writes_a_part_is_continued(writer: DumpWriter, tmp_path: Pa
         assert file.get_tensor("input_ids").tolist() == ids.tolist()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_close_refuses_is_no_dump(
+    writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Some network file systems say only then that there was no room."""
+    marker, ids = Marker("0a0b0c0d", 7, 1, 10), np.zeros(10, np.int32)
+    real = os.close
+
+    def refused(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    if not whole:
+        writer.begin(marker)
+        writer.write(marker, 0, states_of(10), ids)
+    monkeypatch.setattr(os, "close", refused)
+    with pytest.raises(OSError, match="quota"):
+        _ = writer.write_whole(marker, states_of(10), ids) if whole else writer.publish(marker)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert writer.write_whole(marker, states_of(10), ids) == 1
+
+
+def test_a_whole_dump_that_cannot_be_opened_leaves_nothing_of_what_had_begun(
+    writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, ids = Marker("0a0b0c0d", 7, 1, 10), np.zeros(10, np.int32)
+    writer.begin(marker)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(OSError, match="Too many open files"):
+        writer.write_whole(marker, states_of(10), ids)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_part_of_a_prompt_is_no_whole_dump(writer: DumpWriter, tmp_path: Path) -> None:
     marker = Marker("0a0b0c0d", 7, 1, 10)
     with pytest.raises(ValueError, match="9 tokens; expected all 10"):
