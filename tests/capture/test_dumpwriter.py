@@ -97,6 +97,7 @@ def test_a_whole_dump_without_room_leaves_nothing(writer: DumpWriter, tmp_path: 
 
 
 def test_a_call_that_writes_a_part_is_continued(writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does so with more than 2 GiB, or on a signal, neither of which a test can have: the real call, given less."""
     marker = Marker("0a0b0c0d", 7, 1, 100)
     real = os.pwritev
     asked: list[int] = []
@@ -120,7 +121,7 @@ def test_a_call_that_writes_a_part_is_continued(writer: DumpWriter, tmp_path: Pa
 def test_what_a_close_refuses_is_no_dump(
     writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """Some network file systems say only then that there was no room."""
+    """Some network file systems say only then that there was no room; there is none here, so that close is made to."""
     marker, ids = Marker("0a0b0c0d", 7, 1, 10), np.zeros(10, np.int32)
     real = os.close
 
@@ -142,6 +143,7 @@ def test_what_a_close_refuses_is_no_dump(
 def test_a_whole_dump_that_cannot_be_opened_leaves_nothing_of_what_had_begun(
     writer: DumpWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No descriptor is free: a limit would hit the test runner's own files, so that the one call is refused."""
     marker, ids = Marker("0a0b0c0d", 7, 1, 10), np.zeros(10, np.int32)
     writer.begin(marker)
 
