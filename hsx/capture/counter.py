@@ -56,6 +56,11 @@ class Counter:
             raise
 
     @property
+    def lock_fd(self) -> int:
+        """The descriptor that holds the lock: whoever inherits it holds it, too."""
+        return self._lock_fd
+
+    @property
     def state(self) -> CaptureState:
         """What has been counted, saved or not."""
         epoch, pid, start_ticks, rank = self._whose

@@ -8,8 +8,8 @@ A dump that is there in one piece is written by `write_whole`, in four calls to 
 of the interpreter lock and takes it again, and the thread that runs the model waits for every turn of it. Names are strings
 here, for the same reason: what this thread computes, the model's thread waits for.
 
-The writer checks no coverage: what has arrived is `assembly.py`'s business. It is shared by the SGLang plugin and by the
-reference engine.
+The writer checks no coverage: what has arrived is `assembly.py`'s business. It is shared by the SGLang plugin, whose writer
+process has no use for torch, and by the reference engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 
 from hsx.core.dump import ERROR_SUFFIX, ID_BYTES, PART_SUFFIX, SUFFIX, DumpHeader, encode_header
 from hsx.core.spec import BF16_BYTES
@@ -46,20 +45,6 @@ class _Open:
     fd: int
     states_at: int
     ids_at: int
-
-
-def bf16_bits(states: torch.Tensor | NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """The bits of bf16 states as a contiguous uint16 array, without a copy where the tensor is contiguous and on the CPU.
-
-    Raises ValueError for any other dtype: rounding is the caller's decision, never a side effect of writing.
-    """
-    if isinstance(states, torch.Tensor):
-        if states.dtype != torch.bfloat16:
-            raise ValueError(f"states have dtype {states.dtype}; expected torch.bfloat16")
-        return states.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
-    if states.dtype != np.uint16:
-        raise ValueError(f"states have dtype {states.dtype}; expected uint16 (the bits of bf16)")
-    return np.ascontiguousarray(states)
 
 
 class DumpWriter:
@@ -96,6 +81,23 @@ class DumpWriter:
         """The sequence of the last dump published; 0 before the first."""
         return self._sequence
 
+    def go_on(self, sequence: int) -> None:
+        """Numbers go on behind `sequence`: another writer has given those up to it."""
+        self._sequence = sequence
+
+    def described(self) -> dict[str, str | int | list[int]]:
+        """What another process needs to make a writer like this one."""
+        return {
+            "folder": self._folder,
+            "epoch": self._epoch,
+            "layers": list(self._spec.layers),
+            "final": self._spec.final,
+            "hidden_size": self._hidden_size,
+            "model": self._model,
+            "engine": self._engine,
+            "rank": self._rank,
+        }
+
     def begin(self, marker: Marker) -> None:
         """Opens and preallocates the `.part` file. On a marker already open: starts again, what was written is void.
 
@@ -115,35 +117,33 @@ class DumpWriter:
             raise
         self._open[marker] = _Open(fd, states_at, states_at + header.states_bytes)
 
-    def write(
-        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
-    ) -> None:
+    def write(self, marker: Marker, offset: int, states: NDArray[np.uint16], input_ids: NDArray[np.int32]) -> None:
         """Writes n tokens of a marker that has begun, the first of them being token `offset` of its prompt.
 
         Args:
             marker: whose tokens they are.
             offset: index of the first token, from 0.
-            states: bf16 [n, L, H], as torch.bfloat16 or as uint16 bits.
+            states: bits of bf16, uint16 [n, L, H].
             input_ids: int32 [n].
 
         Raises:
-            ValueError: a wrong shape or dtype, or tokens past the marker's end; nothing is written then.
+            ValueError: a wrong shape or dtype, tokens past the marker's end, or no beginning; nothing is written then.
             OSError: the file cannot be written.
         """
-        opened = self._open[marker]
         bits = self._checked(marker, offset, states, input_ids)
+        opened = self._begun(marker)
         row = self._spec.states * self._hidden_size * BF16_BYTES
         _write_all(opened.fd, [_bytes(bits)], opened.states_at + offset * row)
         _write_all(opened.fd, [_bytes(input_ids)], opened.ids_at + offset * ID_BYTES)
 
-    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
+    def write_whole(self, marker: Marker, states: NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
         """Writes and publishes all tokens of a marker at once; of one that has begun, what was written before is void.
 
         Nothing is reserved first: with nothing to come, a full file system is as clean an error at the only write.
 
         Args:
             marker: whose tokens they are.
-            states: bf16 [tokens, L, H], as torch.bfloat16 or as uint16 bits.
+            states: bits of bf16, uint16 [tokens, L, H].
             input_ids: int32 [tokens].
 
         Returns:
@@ -156,7 +156,8 @@ class DumpWriter:
         bits = self._checked(marker, 0, states, input_ids)
         if len(bits) != marker.tokens:
             raise ValueError(f"{marker}: {len(bits)} tokens; expected all {marker.tokens}")
-        self.drop(marker)
+        if marker in self._open:
+            self.drop(marker)
         part = self._path(marker, PART_SUFFIX)
         with self._publishing:
             sequence = self._sequence + 1
@@ -177,9 +178,10 @@ class DumpWriter:
     def publish(self, marker: Marker) -> int:
         """Writes the header, renames the file to its final name and returns its sequence (1 for the epoch's first).
 
-        Raises OSError; the sequence is not used up then, and the `.part` file is gone.
+        Raises OSError, or ValueError for a marker that has not begun; the sequence is not used up then, and the `.part` file is
+        gone.
         """
-        opened = self._open[marker]
+        opened = self._begun(marker)
         part = self._path(marker, PART_SUFFIX)
         with self._publishing:
             sequence = self._sequence + 1
@@ -191,7 +193,6 @@ class DumpWriter:
                 os.rename(part, self._path(marker, SUFFIX))  # noqa: PTH104 - names are strings here
             except BaseException:
                 self.drop(marker)
-                _unlink(part)
                 raise
             self._sequence = sequence
         return sequence
@@ -213,20 +214,27 @@ class DumpWriter:
         part.rename(self._path(marker, ERROR_SUFFIX))
 
     def drop(self, marker: Marker) -> None:
-        """Forgets a marker and unlinks its `.part` file; harmless for one that has not begun."""
+        """Forgets a marker and unlinks its `.part` file, be it another process's that is gone; harmless where there is none."""
         opened = self._open.pop(marker, None)
-        if opened is None:
-            return
-        os.close(opened.fd)
+        if opened is not None:
+            os.close(opened.fd)
         _unlink(self._path(marker, PART_SUFFIX))
 
+    def _begun(self, marker: Marker) -> _Open:
+        opened = self._open.get(marker)
+        if opened is None:
+            raise ValueError(f"{marker}: its dump has not begun; expected `begin` first")
+        return opened
+
     def _checked(
-        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
+        self, marker: Marker, offset: int, states: NDArray[np.uint16], input_ids: NDArray[np.int32]
     ) -> NDArray[np.uint16]:
-        """The bits of the states. Raises ValueError where they, or the ids, are not what belongs to these tokens."""
-        bits = bf16_bits(states)
+        """The states, contiguous. Raises ValueError where they, or the ids, are not what belongs to these tokens."""
+        bits = np.ascontiguousarray(states)
         count = len(input_ids)
         expected = (count, self._spec.states, self._hidden_size)
+        if bits.dtype != np.uint16:
+            raise ValueError(f"{marker}: states have dtype {bits.dtype}; expected uint16 (the bits of bf16)")
         if bits.shape != expected or input_ids.dtype != np.int32:
             raise ValueError(f"{marker}: states are {bits.shape}, ids {input_ids.dtype}; expected {expected} and int32")
         if not 0 <= offset <= offset + count <= marker.tokens:

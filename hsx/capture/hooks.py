@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from hsx.capture import unrounded
+from hsx.capture.calls import Dumps, DumpsHere
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.fusion import refuse_fusion
@@ -35,6 +36,7 @@ from hsx.capture.report import write_refusal, write_report
 from hsx.capture.session import Batch, Session
 from hsx.capture.staging import Staging
 from hsx.capture.taps import Taps
+from hsx.capture.writer_process import DumpsElsewhere
 from hsx.core.epoch import NORM_NAME, CaptureReport, rank_name
 from hsx.core.spec import CaptureSpec, final_state
 
@@ -254,7 +256,8 @@ class Hooks:
             torch.float32 if aid else torch.bfloat16,
             pinned=next(runner.model.parameters()).is_cuda,
         )
-        staging = Staging(writer, counter, pool, unrounded.Unrounded(Path(aid), spec.states, hidden_size) if aid else None)
+        dumps = _dumps(writer, pool, counter)
+        staging = Staging(dumps, counter, pool, unrounded.Unrounded(Path(aid), spec.states, hidden_size) if aid else None)
         session = Session(staging, len(spec.layers), "fail" if record.when_full == "fail" else "block")
         # The scheduler is a spawned process (`mp.set_start_method("spawn")`, `entrypoints/engine.py`), which leaves through
         # the interpreter's exit when it is told to shut down (`ShutdownReq`, `managers/scheduler.py`). A server that is killed
@@ -287,3 +290,13 @@ class Hooks:
             "capture.installed epoch=%s layers=%s method=%s final=%s folder=%s",
             *(record.epoch, report.layers, layers.method, spec.final, self._folder),
         )
+
+
+def _dumps(writer: DumpWriter, pool: Pool, counter: Counter) -> Dumps:
+    """Who writes: another process, or the writer thread itself where there can be none."""
+    if pool.memory is not None:
+        try:
+            return DumpsElsewhere(writer, pool.memory, counter.lock_fd)
+        except OSError as error:
+            log.warning("capture.no_writer_process reason=%s", error)
+    return DumpsHere(writer)

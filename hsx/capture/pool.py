@@ -4,11 +4,14 @@ The pool is cut into slabs of one size, a power of two: nothing fragments, a sla
 pinned memory, which PyTorch rounds up to a power of two (`CachingHostAllocator`), takes no more than was promised. A slab holds
 rows of states and, behind them, the ids of their tokens.
 
-On a CPU slabs are made when they are first needed. With CUDA all are pinned at once, at install: pinning waits for the device.
+All slabs lie in memory that another process can map (`memory`), which writes them to files. On a CPU its pages are taken when
+they are first needed. With CUDA all of it is pinned at once, at install: pinning waits for the device.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 import threading
 import time
 from dataclasses import dataclass
@@ -16,12 +19,15 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from hsx.capture.memory import SharedMemory, address
 from hsx.capture.model import CaptureRefusedError
 from hsx.core.dump import ID_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 SLAB_BYTES: Final = 8 << 20
 """Size of a slab, unless the whole pool is small: large enough that a copy or a write costs more than its call."""
@@ -80,6 +86,8 @@ class Pool:
             raise CaptureRefusedError(
                 f"capture.staging_bytes is {nbytes}; expected at least {self.slab_bytes}, in which one token's states have room"
             )
+        self.memory = _shared_memory(self.limit_bytes, pinned=pinned)
+        """Where all slabs lie; None where such memory cannot be had, or not pinned: each slab has memory of its own then."""
         self._changed = threading.Condition()
         self._made = self._used = self._peak = self._returned = 0
         self._stuck = -1
@@ -148,7 +156,10 @@ class Pool:
             self._stuck = self._returned
 
     def _make(self) -> Slab:
-        memory = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        if self.memory is not None:
+            memory = torch.from_numpy(self.memory.bytes[self._made * self.slab_bytes : (self._made + 1) * self.slab_bytes])
+        else:
+            memory = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         states_bytes = self.rows * self._shape[0] * self._shape[1] * self._dtype.itemsize
         ids_at = -(-states_bytes // _IDS_ALIGNMENT) * _IDS_ALIGNMENT
         states = memory[:states_bytes].view(self._dtype).view(self.rows, *self._shape)
@@ -158,6 +169,25 @@ class Pool:
         event = torch.cuda.Event(blocking=True) if self._pinned else None  # type: ignore[no-untyped-call] # torch has no types here
         self._made += 1
         return Slab(states, ids, bits, ids.numpy(), event)
+
+
+def _shared_memory(nbytes: int, *, pinned: bool) -> SharedMemory | None:
+    """Memory for another process to map, pinned where wanted. None, and a line in the log, where it cannot be had.
+
+    Pinned as SGLang itself pins a shared mapping of a memfd (`multimodal_gen/runtime/entrypoints/utils.py`), and with its pages
+    there before: those that only appear later the device might not see (`mem_cache/storage/mmap/mmap_allocator.py`).
+    """
+    try:
+        memory = SharedMemory(nbytes)
+        if pinned:
+            memory.bytes[:: mmap.PAGESIZE] = 0
+            error = int(torch.cuda.cudart().cudaHostRegister(address(memory.bytes), nbytes, 0))  # type: ignore[no-untyped-call] # torch has no types here
+            if error or not torch.from_numpy(memory.bytes).is_pinned():
+                raise OSError(f"cudaHostRegister: error {error}")
+    except (OSError, RuntimeError) as error:
+        log.warning("capture.memory_unshared bytes=%d reason=%s", nbytes, error)
+        return None
+    return memory
 
 
 def _power_of_two_within(nbytes: int) -> int:

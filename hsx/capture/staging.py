@@ -1,9 +1,11 @@
-"""Between the forward and the files: states wait in a bounded pool until one writer thread has written them.
+"""Between the forward and the files: states wait in a bounded pool until they are written, behind one writer thread.
 
 The thread that runs the model copies states into slabs, hands them over and goes on; it does no file I/O of any kind. The
-writer thread does everything else, in the order in which it was handed over: it begins, fills, publishes and drops dump files,
-numbers dumps, leaves error files, and saves the state file. So dumps are published in the order of the forwards that captured
-them, the state file is never ahead of the renames that it counts, and what fails costs a marker and never the server.
+writer thread has everything else done, in the order in which it was handed over: dump files are begun, filled, numbered,
+published and dropped, error files left, and the state file saved. What concerns dumps it does not do itself, as a rule: it
+sends a slab's worth of calls to the writer process (`writer_process.py`) and sleeps until they are done. So dumps are published
+in the order of the forwards that captured them, the state file is never ahead of the renames that it counts, and what fails
+costs a marker and never the server.
 
 One `Go` is one try to assemble a marker. A request that begins again, or ends early, voids its go: what waits of it is taken
 out of the queue at once and its slabs come free, without waiting for the writer. A marker that has failed in the writer thread
@@ -17,18 +19,16 @@ import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hsx.capture.assembly import MAX_SETTLED
+from hsx.capture.calls import Call, Outcome, failure
+from hsx.capture.states import rounded_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from hsx.capture.calls import Dumps
     from hsx.capture.counter import Counter
     from hsx.capture.pool import Pool, Slab
     from hsx.capture.unrounded import Unrounded
@@ -40,36 +40,8 @@ SAVE_EVERY_S: Final = 0.1
 """How often the state file is written under load: each time costs as many turns at the interpreter lock as a dump."""
 CLOSING_S: Final = 10.0
 """How long the end of the process waits for what is still queued."""
-
-
-class Dumps(Protocol):
-    """What the writer thread asks of `DumpWriter`; see there."""
-
-    def begin(self, marker: Marker) -> None:
-        """Opens the partial file, or starts again."""
-        ...
-
-    def write(
-        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
-    ) -> None:
-        """Writes tokens from `offset` on."""
-        ...
-
-    def publish(self, marker: Marker) -> int:
-        """Gives the dump its number and its final name."""
-        ...
-
-    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
-        """All three of these at once."""
-        ...
-
-    def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:
-        """Leaves an error file instead."""
-        ...
-
-    def drop(self, marker: Marker) -> None:
-        """Forgets the marker."""
-        ...
+AT_ONCE: Final = 64
+"""Pieces of one slab that are written at once, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,20 +111,21 @@ class Staging:
     All methods but `close` and `flush` are for the thread that runs the model.
 
     Args:
-        writer: where dumps go.
+        dumps: does what is asked of a dump writer.
         counter: keeps the epoch's state file.
         pool: the host buffers.
         unrounded: the test aid, or None; the pool's dtype is float32 with it.
     """
 
-    def __init__(self, writer: Dumps, counter: Counter, pool: Pool, unrounded: Unrounded | None = None) -> None:
+    def __init__(self, dumps: Dumps, counter: Counter, pool: Pool, unrounded: Unrounded | None = None) -> None:
         self.pool = pool
-        self._writer = writer
+        self._dumps = dumps
         self._counter = counter
         self._unrounded = unrounded
         self._changed = threading.Condition()
         self._queue: deque[_Item] = deque()
-        self._busy = self._closing = self._closed = False
+        self._busy = 0
+        self._closing = self._closed = False
         self._begun: dict[Marker, Go] = {}
         self._given_up: OrderedDict[Marker, None] = OrderedDict()
         self._unsaved = self._asked = False
@@ -246,6 +219,8 @@ class Staging:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._dumps.close()
         with self._changed:
             self._closed = True
             left = sum(isinstance(item, Part) for item in self._queue) + self._busy
@@ -291,26 +266,28 @@ class Staging:
     # --- the writer thread
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
-            go = item.go if isinstance(item, Part | _Whole) else None
+        while items := self._next():
             try:
-                self._do(item)
-            except Exception as error:  # the boundary: what fails costs its marker, and the thread lives on
-                if go is not None:
-                    self._give_up(go.marker, f"{type(error).__name__}: {error}", getattr(error, "errno", None) or 0, error)
-                else:
-                    log.exception("capture.failed")
-            if isinstance(item, Part):
-                with self._changed:
-                    self._release(item.slab)
-            self._save_if_due(item)
+                self._do(items)
+            except Exception as error:  # the boundary: what fails costs its markers, and the thread lives on
+                log.exception("capture.failed")
+                for marker in {item.go.marker for item in items if isinstance(item, Part | _Whole) and not item.go.published}:
+                    self._give_up(marker, failure(error), None)
+            with self._changed:
+                for item in items:
+                    if isinstance(item, Part):
+                        self._release(item.slab)
+            self._save_if_due(items[-1])
 
-    def _next(self) -> _Item | None:
-        """What is to be done next; None at the end. While there is nothing, the state file is written, once that is due."""
+    def _next(self) -> list[_Item]:
+        """What is to be done next: pieces of one slab, or one other thing; nothing at the end.
+
+        While there is nothing, the state file is written, once that is due.
+        """
         tried = False
         while True:
             with self._changed:
-                self._busy = False
+                self._busy = 0
                 self._changed.notify_all()
                 while not self._queue and not self._closing:
                     left = self._save_at - time.monotonic()
@@ -319,12 +296,32 @@ class Staging:
                     self._changed.wait(left if self._unsaved else None)
                 ends = self._closed or (self._closing and not self._queue)
                 if ends and (tried or not self._unsaved):
-                    return None
-                self._busy = True
+                    return []
+                self._busy = 1
                 if self._queue and not ends:
-                    return self._queue.popleft()
+                    items = self._take()
+                    self._busy = max(1, sum(isinstance(item, Part) for item in items))
+                    return items
                 tried, self._asked = ends, False
             self._save()
+
+    def _take(self) -> list[_Item]:
+        """Under the lock."""
+        items = [self._queue.popleft()]
+        slab = items[0].slab if isinstance(items[0], Part) else None
+        if not isinstance(items[0], Part | _Whole):
+            return items
+        while self._queue and len(items) < AT_ONCE:
+            item = self._queue[0]
+            if isinstance(item, Part):
+                # A slab comes free with its last piece, and somebody may be waiting for it.
+                if slab is not None and item.slab is not slab:
+                    break
+                slab = item.slab
+            elif not isinstance(item, _Whole):
+                break
+            items.append(self._queue.popleft())
+        return items
 
     def _save_if_due(self, item: _Item) -> None:
         """Behind a forward, if it is time; in the midst of a long one, where something has been unsaved for so long."""
@@ -346,16 +343,15 @@ class Staging:
         )
         self._unsaved = not self._counter.save()
 
-    def _do(self, item: _Item) -> None:
-        if isinstance(item, Part):
-            self._write(item)
-        elif isinstance(item, _Whole):
-            go = item.go
-            self._publish(go, lambda: self._writer.publish(go.marker))
+    def _do(self, items: list[_Item]) -> None:
+        item = items[0]
+        if isinstance(item, Part | _Whole):
+            self._write([piece for piece in items if isinstance(piece, Part | _Whole)])
         elif isinstance(item, _Failed):
-            self._give_up(item.marker, item.reason, item.errno, item.trace)
+            self._give_up(item.marker, Outcome(error=item.reason, errno=item.errno), item.trace)
         elif isinstance(item, _Dropped):
             self._forget(item.marker)
+            self._dumps.do([Call("drop", item.marker)])
             if item.marker not in self._given_up:
                 log.info("capture.dropped marker=%s", item.marker)
                 self._counter.add(incomplete=1)
@@ -364,50 +360,60 @@ class Staging:
         else:
             self._counter.add(foreign=item.foreign)
 
-    def _write(self, part: Part) -> None:
+    def _write(self, pieces: list[Part | _Whole]) -> None:
+        """Has pieces written, and dumps published that are whole."""
+        planned: list[tuple[Go, Call]] = []
+        for piece in pieces:
+            go = piece.go
+            if go.void or go.marker in self._given_up:
+                # It failed here while its next part was on its way, or it was begun again before that was known.
+                go.failed |= go.marker in self._given_up
+            elif isinstance(piece, Part):
+                planned += [(go, call) for call in self._calls(piece)]
+            elif not go.published and not any(other is go and call.kind == "whole" for other, call in planned):
+                self._round_up(go)
+                planned.append((go, Call("publish", go.marker)))
+        for (go, call), outcome in zip(planned, self._dumps.do([call for _, call in planned]), strict=True):
+            if outcome.error:
+                self._give_up(go.marker, outcome, None)
+            elif outcome.sequence:
+                go.published = True
+                self._begun.pop(go.marker, None)
+                self._counter.add(sequence=outcome.sequence, published=1)
+                log.debug("capture.published marker=%s sequence=%d", call.marker, outcome.sequence)
+
+    def _calls(self, part: Part) -> list[Call]:
+        """What writes a part."""
         go, slab = part.go, part.slab
-        marker = go.marker
-        if go.void or marker in self._given_up:
-            # It failed here while its next part was on its way, or it was begun again before that was known.
-            go.failed |= marker in self._given_up
-            return
         if slab.event is not None:
             slab.event.synchronize()  # lets go of the GIL
         rows = slice(part.row, part.row + part.count)
-        states: torch.Tensor | NDArray[np.uint16] = slab.bits[rows]
-        ids = slab.ids_array[rows]
-        self._bytes += slab.bits[rows].nbytes
-        begins = self._begun.get(marker) is not go
+        states, ids = slab.bits[rows], slab.ids_array[rows]
+        self._bytes += states.nbytes
+        begins = self._begun.get(go.marker) is not go
         if self._unrounded is not None:
             if begins:
-                self._unrounded.begin(marker)
-            self._unrounded.write(marker, part.offset, slab.states[rows].numpy())
-            states = slab.states[rows].to(torch.bfloat16)
-        if go.whole and part.count == marker.tokens:
+                self._unrounded.begin(go.marker)
+            self._unrounded.write(go.marker, part.offset, slab.states[rows].numpy())
+            states = rounded_in_place(slab.states[rows])
+        if go.whole and part.count == go.marker.tokens:
             # The usual case, and the cheap one: the whole prompt is in this slab, and may be published.
-            self._publish(go, lambda: self._writer.write_whole(marker, states, ids))
-            return
-        if begins:
-            self._writer.begin(marker)
-            self._begun[marker] = go
-        self._writer.write(marker, part.offset, states, ids)
+            self._round_up(go)
+            return [Call("whole", go.marker, 0, states, ids)]
+        write = Call("write", go.marker, part.offset, states, ids)
+        if not begins:
+            return [write]
+        self._begun[go.marker] = go
+        return [Call("begin", go.marker), write]
 
-    def _publish(self, go: Go, publish: Callable[[], int]) -> None:
-        marker = go.marker
-        if go.void or go.published or marker in self._given_up:
-            return
+    def _round_up(self, go: Go) -> None:
         if self._unrounded is not None:
-            self._unrounded.publish(marker)
-        sequence = publish()
-        go.published = True
-        self._begun.pop(marker, None)
-        self._counter.add(sequence=sequence, published=1)
-        log.debug("capture.published marker=%s sequence=%d", marker, sequence)
+            self._unrounded.publish(go.marker)
 
-    def _give_up(self, marker: Marker, reason: str, errno: int, error: BaseException | None) -> None:
+    def _give_up(self, marker: Marker, failed: Outcome, error: BaseException | None) -> None:
         if marker in self._given_up:
             return
-        log.error("capture.marker_failed marker=%s reason=%s", marker, reason, exc_info=error)
+        log.error("capture.marker_failed marker=%s reason=%s", marker, failed.error, exc_info=error)
         self._given_up[marker] = None
         while len(self._given_up) > MAX_SETTLED:
             self._given_up.popitem(last=False)
@@ -420,16 +426,14 @@ class Staging:
                 live.failed = True
                 self._void(live)
         self._forget(marker)
-        try:
-            self._writer.fail(marker, reason, errno)
-        except OSError:
-            log.exception("capture.error_file_failed marker=%s", marker)
+        (left,) = self._dumps.do([Call("fail", marker, reason=failed.error, errno=failed.errno)])
+        if left.error:
+            log.error("capture.error_file_failed marker=%s reason=%s", marker, left.error)
             self._counter.add(incomplete=1)
         else:
             self._counter.add(failed=1)
 
     def _forget(self, marker: Marker) -> None:
         self._begun.pop(marker, None)
-        self._writer.drop(marker)
         if self._unrounded is not None:
             self._unrounded.drop(marker)

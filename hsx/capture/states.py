@@ -9,6 +9,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 def split_states(
     aux: torch.Tensor | Sequence[torch.Tensor] | None, final: torch.Tensor, rows: int, layers: int
@@ -63,3 +66,24 @@ def copy_rows(parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> N
     else:
         block = torch.stack([part[rows].to(out.dtype) for part in parts], dim=1)
         out.copy_(block, non_blocking=block.is_cuda)
+
+
+def bf16_bits(states: torch.Tensor) -> NDArray[np.uint16]:
+    """The bits of bf16 states as a contiguous uint16 array, without a copy where the tensor is contiguous and on the CPU.
+
+    Raises ValueError for any other dtype: rounding is the caller's decision, never a side effect of this.
+    """
+    if states.dtype != torch.bfloat16:
+        raise ValueError(f"states have dtype {states.dtype}; expected torch.bfloat16")
+    return states.detach().cpu().contiguous().view(torch.uint16).numpy()
+
+
+def rounded_in_place(states: torch.Tensor) -> NDArray[np.uint16]:
+    """The bits of float32 states [n, L, H], rounded to bf16, in the first half of their own memory: uint16 [n, L, H].
+
+    Args:
+        states: contiguous, on the CPU; undone by this.
+    """
+    bits = states.view(torch.uint16).numpy().reshape(-1)[: states.numel()].reshape(states.shape)
+    bits[...] = bf16_bits(states.to(torch.bfloat16))
+    return bits

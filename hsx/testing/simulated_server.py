@@ -57,14 +57,6 @@ class Plan:
     corrupt_after: int | None = None
 
 
-class Sequenced(DumpWriter):
-    """A dump writer that goes on counting where another one stopped, and can leave a number out."""
-
-    def go_on(self, sequence: int) -> None:
-        """The last number given was `sequence`."""
-        self._sequence = sequence
-
-
 @dataclass(slots=True)
 class Work:
     """A prompt at the server.
@@ -122,7 +114,7 @@ class SimulatedServer:
         self._works: dict[Marker, Work] = {}
         self._events: list[tuple[float, int, str, Marker]] = []
         self._numbers = 0
-        self._writer: Sequenced | None = None
+        self._writer: DumpWriter | None = None
         self._written: dict[Marker, int] = {}
         self._late_rows: dict[Marker, Rows] = {}
 
@@ -420,11 +412,11 @@ class SimulatedServer:
                 self.corrupt.append(epoch)
         return epoch in self.corrupt
 
-    def _dump_writer(self) -> Sequenced:
+    def _dump_writer(self) -> DumpWriter:
         if self._writer is None:
             assert self.record is not None
             hidden_size, engine = self._shape.hidden_size, f"simulated {hsx.__version__}"
-            self._writer = Sequenced(self.folder / WORK, self.record.epoch, self._spec, hidden_size, "simulated", engine)
+            self._writer = DumpWriter(self.folder / WORK, self.record.epoch, self._spec, hidden_size, "simulated", engine)
             self._writer.go_on(self._counts["sequence"])
         return self._writer
 

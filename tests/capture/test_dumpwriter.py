@@ -8,16 +8,21 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from hsx.capture.dumpwriter import DumpWriter, bf16_bits
+from hsx.capture.dumpwriter import DumpWriter
+from hsx.capture.states import bf16_bits
 from hsx.core.dump import decode_header
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SPEC = CaptureSpec((2, 5), "post_norm")
 WIDTH = 16
@@ -25,8 +30,12 @@ OWN_DESCRIPTORS = Path("/proc/self/fd")
 EPOCH = "11111111-2222-4333-8444-555555555555"
 
 
-def states_of(tokens: int) -> torch.Tensor:
+def tensor_of(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, SPEC.states, WIDTH, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+
+
+def states_of(tokens: int) -> NDArray[np.uint16]:
+    return bf16_bits(tensor_of(tokens))
 
 
 @pytest.fixture
@@ -39,7 +48,7 @@ def test_published_dump_reads_back(writer: DumpWriter, tmp_path: Path) -> None:
     states, ids = states_of(10), np.arange(10, dtype=np.int32)
     writer.begin(marker)
     writer.write(marker, 4, states[4:], ids[4:])
-    writer.write(marker, 0, bf16_bits(states[:4]), ids[:4])
+    writer.write(marker, 0, states[:4], ids[:4])
     assert writer.publish(marker) == 1
     path = tmp_path / f"{marker}.safetensors"
     data = path.read_bytes()
@@ -47,7 +56,7 @@ def test_published_dump_reads_back(writer: DumpWriter, tmp_path: Path) -> None:
     assert (header.marker, header.epoch, header.sequence, header.spec) == (marker, EPOCH, 1, SPEC)
     assert start % 4096 == 0
     with safe_open(path, "pt") as file:
-        assert torch.equal(file.get_tensor("hidden_states"), states)
+        assert torch.equal(file.get_tensor("hidden_states"), tensor_of(10))
         assert file.get_tensor("input_ids").tolist() == ids.tolist()
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name]
 
@@ -61,7 +70,7 @@ def test_a_whole_dump_is_byte_for_byte_what_pieces_make(writer: DumpWriter, tmp_
     path = tmp_path / f"{marker}.safetensors"
     pieces = path.read_bytes()
     again = DumpWriter(tmp_path, EPOCH, SPEC, WIDTH, "model", "test 1")
-    assert again.write_whole(marker, bf16_bits(states), ids) == 1
+    assert again.write_whole(marker, states, ids) == 1
     assert path.read_bytes() == pieces
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert again.write_whole(Marker("0a0b0c0d", 8, 1, 10), states, ids) == again.sequence == 2
@@ -113,7 +122,7 @@ def test_a_call_that_writes_a_part_is_continued(writer: DumpWriter, tmp_path: Pa
     monkeypatch.undo()
     assert len(asked) > 3
     with safe_open(tmp_path / f"{marker}.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("hidden_states"), states_of(100))
+        assert torch.equal(file.get_tensor("hidden_states"), tensor_of(100))
         assert file.get_tensor("input_ids").tolist() == ids.tolist()
 
 
@@ -196,7 +205,7 @@ def test_header_keeps_its_room_at_a_page_border(tmp_path: Path) -> None:
         writer.publish(marker)
         data = (tmp_path / f"{marker}.safetensors").read_bytes()
         header, start = decode_header(data, len(data))
-        assert data[start : start + header.states_bytes] == bf16_bits(states_of(2)).tobytes()
+        assert data[start : start + header.states_bytes] == states_of(2).tobytes()
 
 
 def test_fail_leaves_a_reason_and_no_part(writer: DumpWriter, tmp_path: Path) -> None:
@@ -240,19 +249,30 @@ def test_no_room_is_an_error_at_begin(writer: DumpWriter, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_has_not_begun_is_refused(writer: DumpWriter, tmp_path: Path) -> None:
+    marker = Marker("0a0b0c0d", 7, 1, 10)
+    for act in (lambda: writer.write(marker, 0, states_of(10), np.zeros(10, np.int32)), lambda: writer.publish(marker)):
+        with pytest.raises(ValueError, match="has not begun"):
+            act()
+    (tmp_path / f"{marker}.part").write_bytes(b"of a process that is gone")
+    writer.fail(marker, "gone")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{marker}.error"]
+    assert writer.sequence == 0
+
+
 @pytest.mark.parametrize(
     ("offset", "states", "ids"),
     [
-        (0, torch.zeros(3, SPEC.states, WIDTH), np.zeros(3, np.int32)),
         (0, np.zeros((3, SPEC.states, WIDTH), np.float32), np.zeros(3, np.int32)),
-        (0, torch.zeros(3, SPEC.states, WIDTH + 1, dtype=torch.bfloat16), np.zeros(3, np.int32)),
-        (0, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int64)),
-        (0, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(2, np.int32)),
-        (8, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int32)),
-        (-1, torch.zeros(3, SPEC.states, WIDTH, dtype=torch.bfloat16), np.zeros(3, np.int32)),
+        (0, np.zeros((3, SPEC.states, WIDTH), np.int16), np.zeros(3, np.int32)),
+        (0, np.zeros((3, SPEC.states, WIDTH + 1), np.uint16), np.zeros(3, np.int32)),
+        (0, np.zeros((3, SPEC.states, WIDTH), np.uint16), np.zeros(3, np.int64)),
+        (0, np.zeros((3, SPEC.states, WIDTH), np.uint16), np.zeros(2, np.int32)),
+        (8, np.zeros((3, SPEC.states, WIDTH), np.uint16), np.zeros(3, np.int32)),
+        (-1, np.zeros((3, SPEC.states, WIDTH), np.uint16), np.zeros(3, np.int32)),
     ],
 )
-def test_wrong_pieces_are_refused(writer: DumpWriter, offset: int, states: torch.Tensor, ids: np.ndarray) -> None:
+def test_wrong_pieces_are_refused(writer: DumpWriter, offset: int, states: np.ndarray, ids: np.ndarray) -> None:
     marker = Marker("0a0b0c0d", 7, 1, 10)
     writer.begin(marker)
     with pytest.raises(ValueError, match="expected"):

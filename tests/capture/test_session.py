@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hsx.capture.calls import DumpsHere
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.pool import Pool
@@ -59,7 +60,7 @@ def counter(folder: Path) -> Iterator[Counter]:
 def staging(folder: Path, tmp_path: Path, counter: Counter) -> Iterator[Staging]:
     writer = DumpWriter(folder, "epoch", SPEC, WIDTH, "model", "test 1")
     pool = Pool(1 << 20, SPEC.states, WIDTH, torch.float32)
-    staging = Staging(writer, counter, pool, Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
+    staging = Staging(DumpsHere(writer), counter, pool, Unrounded(tmp_path / "float32", SPEC.states, WIDTH))
     yield staging
     staging.close()
 

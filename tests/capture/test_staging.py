@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hsx.capture.calls import DumpsHere
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.model import CaptureRefusedError
@@ -54,13 +55,11 @@ class Slow(DumpWriter):
     def let_through(self, writes: int = 1 << 20) -> None:
         self.gate.release(writes)
 
-    def write(
-        self, marker: Marker, offset: int, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]
-    ) -> None:
+    def write(self, marker: Marker, offset: int, states: NDArray[np.uint16], input_ids: NDArray[np.int32]) -> None:
         self.wait()
         super().write(marker, offset, states, input_ids)
 
-    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
+    def write_whole(self, marker: Marker, states: NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
         self.wait()
         return super().write_whole(marker, states, input_ids)
 
@@ -79,7 +78,7 @@ class Bench:
         self.counter = Counter(folder, "epoch")
         self.writer = Slow(folder)
         self.pool = Pool(SLABS * SLAB_BYTES, SPEC.states, WIDTH, torch.bfloat16)
-        self.staging = Staging(self.writer, self.counter, self.pool)
+        self.staging = Staging(DumpsHere(self.writer), self.counter, self.pool)
         self.session = Session(self.staging, len(SPEC.layers), "fail" if when_full == "fail" else "block", patience_s)
 
     def run(self, *chunks: tuple[Marker, int, int], seed: int = 0) -> None:
@@ -515,10 +514,12 @@ from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.pool import Pool
 from hsx.capture.session import Session
 from hsx.capture.staging import Staging
+from hsx.capture.writer_process import DumpsElsewhere
 from hsx.core.spec import CaptureSpec
 folder = Path(sys.argv[1])
 writer = DumpWriter(folder, "epoch", CaptureSpec((1, 3), "post_norm"), {WIDTH}, "model", "test 1")
-staging = Staging(writer, Counter(folder, "epoch"), Pool(1 << 24, 3, {WIDTH}, torch.bfloat16))
+counter, pool = Counter(folder, "epoch"), Pool(1 << 24, 3, {WIDTH}, torch.bfloat16)
+staging = Staging(DumpsElsewhere(writer, pool.memory, counter.lock_fd), counter, pool)
 session = Session(staging, 2)
 atexit.register(staging.close, {FOREVER_S})  # as the session's own close, with more patience
 for index in range(200):

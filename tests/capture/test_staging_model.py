@@ -12,19 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsx.capture.calls import DumpsHere
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.pool import Pool
 from hsx.capture.session import Session
 from hsx.capture.staging import Staging
+from hsx.capture.writer_process import DumpsElsewhere
 from hsx.core.epoch import STATE_NAME, state_from_json
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.reader import MappedDump
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable
+
+    from hsx.capture.calls import Dumps
 
 SPEC = CaptureSpec((1,), "post_norm")
 WIDTH = 8
@@ -32,20 +35,9 @@ FOREVER_S = 300.0
 MARKERS = [Marker("0a0b0c0d", index, 1, tokens) for index, tokens in enumerate((1, 3, 7, 20, 50, 200))]
 
 
-class Refusing(DumpWriter):
-    """Has no room for some markers."""
-
-    refused: frozenset[Marker] = frozenset()
-
-    def begin(self, marker: Marker) -> None:
-        if marker in self.refused:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().begin(marker)
-
-    def write_whole(self, marker: Marker, states: torch.Tensor | NDArray[np.uint16], input_ids: NDArray[np.int32]) -> int:
-        if marker in self.refused:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write_whole(marker, states, input_ids)
+def refuse(folder: Path, marker: Marker) -> None:
+    """Makes it impossible to write the dump of a marker, for whoever tries."""
+    (folder / f"{marker}.part").mkdir()
 
 
 # One chunk of a forward: which marker, how many tokens at most, and whether its request begins again with it.
@@ -53,9 +45,34 @@ CHUNK = st.tuples(st.integers(0, len(MARKERS) - 1), st.integers(1, 60), st.boole
 FORWARDS = st.lists(st.lists(CHUNK, min_size=1, max_size=4, unique_by=lambda chunk: chunk[0]), min_size=1, max_size=16)
 
 
+REFUSED = st.sets(st.sampled_from(MARKERS), max_size=2)
+POOLS = st.sampled_from([256, 1024, 1 << 16])
+
+
 @settings(max_examples=40)
-@given(FORWARDS, st.sets(st.sampled_from(MARKERS), max_size=2), st.sampled_from([256, 1024, 1 << 16]))
+@given(FORWARDS, REFUSED, POOLS)
 def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[Marker], pool_bytes: int) -> None:
+    try_schedule(forwards, refused, pool_bytes, lambda writer, _pool, _counter: DumpsHere(writer))
+
+
+@settings(max_examples=15)
+@given(FORWARDS, REFUSED, POOLS)
+def test_any_schedule_with_a_writer_process(
+    forwards: list[list[tuple[int, int, bool]]], refused: set[Marker], pool_bytes: int
+) -> None:
+    def elsewhere(writer: DumpWriter, pool: Pool, counter: Counter) -> Dumps:
+        assert pool.memory is not None
+        return DumpsElsewhere(writer, pool.memory, counter.lock_fd)
+
+    try_schedule(forwards, refused, pool_bytes, elsewhere)
+
+
+def try_schedule(
+    forwards: list[list[tuple[int, int, bool]]],
+    refused: set[Marker],
+    pool_bytes: int,
+    make: Callable[[DumpWriter, Pool, Counter], Dumps],
+) -> None:
     done = dict.fromkeys(MARKERS, 0)
     tries = dict.fromkeys(MARKERS, 0)
     whole: dict[Marker, int] = {}  # and with which forward
@@ -63,9 +80,11 @@ def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         counter = Counter(folder, "epoch")
-        writer = Refusing(folder, "epoch", SPEC, WIDTH, "model", "test 1")
-        writer.refused = frozenset(refused)
-        staging = Staging(writer, counter, Pool(pool_bytes, SPEC.states, WIDTH, torch.bfloat16))
+        writer = DumpWriter(folder, "epoch", SPEC, WIDTH, "model", "test 1")
+        for marker in refused:
+            refuse(folder, marker)
+        pool = Pool(pool_bytes, SPEC.states, WIDTH, torch.bfloat16)
+        staging = Staging(make(writer, pool, counter), counter, pool)
         session = Session(staging, len(SPEC.layers), patience_s=FOREVER_S)
         for turn, forward in enumerate(forwards):
             chunks = []
@@ -107,7 +126,7 @@ def test_any_schedule(forwards: list[list[tuple[int, int, bool]]], refused: set[
         assert [numbers[number] for number in sorted(numbers)] == sorted(numbers.values())  # in the order of the forwards
         failed = begun & refused
         assert {path.name for path in folder.glob("*.error")} == {f"{marker}.error" for marker in failed}
-        assert all(json.loads((folder / f"{m}.error").read_text())["errno"] == errno.ENOSPC for m in failed)
+        assert all(json.loads((folder / f"{m}.error").read_text())["errno"] == errno.EISDIR for m in failed)
         assert len(list(folder.glob("*.safetensors"))) == len(published)
         assert (state.sequence, state.published, state.failed) == (len(published), len(published), len(failed))
         assert state.staged_bytes == 0

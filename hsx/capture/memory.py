@@ -1,0 +1,46 @@
+"""Memory that the writer process sees, too: the staging pool lies in it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+
+
+class SharedMemory:
+    """Zeros at first; a page takes real memory when it is first touched, and none of it lies in a file system.
+
+    A descriptor of it (memfd) and a shared mapping, to the end of the process.
+
+    Args:
+        nbytes: its size.
+
+    Raises:
+        OSError: the kernel has no such memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("hsx-staging")
+        """Descriptor of the memory; not inherited, unless it is passed."""
+        os.ftruncate(self.fd, nbytes)
+        self.bytes = map_bytes(self.fd, nbytes)
+        """uint8 [nbytes]."""
+        self._begin = address(self.bytes)
+
+    def at(self, part: np.ndarray) -> int:
+        """Where a part of it begins, in bytes. Raises ValueError for an array that lies elsewhere, or not in one piece."""
+        offset = address(part) - self._begin
+        if not 0 <= offset <= len(self.bytes) - part.nbytes or not part.flags.c_contiguous:
+            raise ValueError(f"{part.nbytes} bytes lie at {offset}; expected a part of {len(self.bytes)} bytes, in one piece")
+        return offset
+
+
+def map_bytes(fd: int, nbytes: int) -> np.ndarray:
+    """Such memory as uint8 [nbytes], given its descriptor. Raises OSError."""
+    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array begins in this process. As `ctypes.data`, at a fraction of its cost."""
+    return int(array.__array_interface__["data"][0])
