@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hsx.testing.fault_matrix import BASELINE, ROWS
+from hsx.testing.fault_matrix import BASELINE, ENGINES, ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +40,8 @@ def page(folder: Path) -> str:
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     lines = ["| row | fault | what hsx does | reference | SGLang |", "| --- | --- | --- | --- | --- |"]
     for name, row in ROWS.items():
-        reference = told(results.get(f"{name}.reference"))
-        sglang = told(results.get(f"{name}.sglang")) if row.sglang else "-"
-        lines.append(f"| `{name}` | {row.says} | {row.does} | {reference} | {sglang} |")
+        cells = [told(results.get(f"{name}.{engine}")) if engine in row.engines else "-" for engine in ENGINES]
+        lines.append(f"| `{name}` | {row.says} | {row.does} | {' | '.join(cells)} |")
     return "\n\n".join((_INTRODUCTION, "\n".join(lines), baseline(results.get(BASELINE)))) + "\n"
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from hsx.capture.calls import Call, DumpsHere, Outcome, perform
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.memory import SharedMemory, map_bytes
-from hsx.core.marker import parse
+from hsx.core.marker import Marker, parse
 from hsx.core.spec import CaptureSpec, final_state
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class DumpsElsewhere:
         self._writer = writer
         self._memory = memory
         self._given = 0
+        self._begun: set[Marker] = set()
+        self._lost = Outcome()
         self._here: DumpsHere | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -93,7 +95,7 @@ class DumpsElsewhere:
         outcomes: list[Outcome] = []
         for first in range(0, len(calls), MOST_CALLS):
             some = calls[first : first + MOST_CALLS]
-            outcomes += self._here.do(some) if self._here else self._ask(some)
+            outcomes += self._do_here(some) if self._here else self._ask(some)
         return outcomes
 
     def close(self) -> None:
@@ -113,6 +115,11 @@ class DumpsElsewhere:
         except (OSError, ValueError) as error:
             return self._go_on_here(calls, error)
         self._given = max(self._given, *(outcome.sequence for outcome in outcomes))
+        for call in calls:
+            if call.kind == "begin":
+                self._begun.add(call.marker)
+            elif call.kind != "write":
+                self._begun.discard(call.marker)
         return outcomes
 
     def _packed(self, call: Call) -> list[object]:
@@ -128,9 +135,17 @@ class DumpsElsewhere:
         self._here = DumpsHere(self._writer)
         log.error("capture.writer_died pid=%d status=%d given=%d", self._process.pid, status, self._given, exc_info=error)
         ended = f"signal {-status}" if status < 0 else f"status {status}"
-        lost = Outcome(error=f"the writer process of the capture ended ({ended})", errno=errno.EPIPE)
-        # What is done about a failure is done by whoever is there.
-        return [self._here.do([call])[0] if call.kind in ("fail", "drop") else lost for call in calls]
+        self._lost = Outcome(error=f"the writer process of the capture ended ({ended})", errno=errno.EPIPE)
+        self._begun |= {call.marker for call in calls}
+        return self._do_here(calls)
+
+    def _do_here(self, calls: Sequence[Call]) -> list[Outcome]:
+        """What was begun or asked there is lost, until it is done away with."""
+        assert self._here is not None
+        self._begun -= {call.marker for call in calls if call.kind in ("fail", "drop")}
+        lost = [call.marker in self._begun for call in calls]
+        done = iter(self._here.do([call for call, gone in zip(calls, lost, strict=True) if not gone]))
+        return [self._lost if gone else next(done) for gone in lost]
 
 
 def serve(connection: socket.socket, memory: NDArray[np.uint8]) -> None:

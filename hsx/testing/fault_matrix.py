@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BASELINE: Final = "baseline"
 """Name of the result of the script that predicts the counter."""
 EngineName = Literal["reference", "sglang"]
+ENGINES: Final[tuple[EngineName, ...]] = ("reference", "sglang")
 RESTARTS: Final = frozenset({"engine.restarted", "engine.restarting"})
 """Log events that tell of a restart, each restart once."""
 
@@ -41,12 +42,21 @@ class Row:
     Attributes:
         says: what goes wrong.
         does: what hsx does about it.
-        sglang: whether it is also brought about on the real SGLang.
+        sglang: whether it is also brought about on the real SGLang, or
+        only_sglang: there alone.
     """
 
     says: str
     does: str
     sglang: bool = False
+    only_sglang: bool = False
+
+    @property
+    def engines(self) -> tuple[EngineName, ...]:
+        """Where it is brought about."""
+        if self.only_sglang:
+            return ("sglang",)
+        return ENGINES if self.sglang else ("reference",)
 
 
 _RETRIED: Final = "the attempt fails by `{}`; the sample is asked for again, and quarantined where that does not help"
@@ -111,6 +121,12 @@ ROWS: Final[dict[str, Row]] = {
     ),
     "scheduler_killed": Row(
         "the scheduler dies alone, and the HTTP port still answers", "`alive` or `advancing`: restarted, samples requeued", True
+    ),
+    "writer_killed": Row(
+        "the process that writes the dumps dies alone, dumps half written",
+        "the server writes by itself from then on (`capture.writer_died`); dumps that were under way are asked for again, held "
+        "against nobody",
+        only_sglang=True,
     ),
     "server_hangs": Row("the server stops working and answers /health with 200", "`advancing`: restarted, samples requeued"),
     "server_slow": Row("the server works 20 times as slowly", "waits: deadlines grow with the tokens in flight; no restart"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 REPOSITORY: Final = Path(__file__).parents[2]
 LAYERS: Final = (1, 4, 7)
 SCHEDULER: Final = "sglang::scheduler"
+WRITER: Final = "hsx.capture.writer_process"
 """How the process that runs the model calls itself."""
 PATIENCE_S: Final = 1200.0
 """For a whole run: a start of the server alone takes minutes on a busy machine."""
@@ -166,16 +167,22 @@ def half_done(folder: Path, run: str) -> list[Marker]:
 
 def scheduler_of(server: int) -> int:
     """The pid of the scheduler below the server process `server`. Raises ValueError where there is not exactly one."""
+    return _only_child(server, SCHEDULER, lambda line: line.startswith(SCHEDULER))
+
+
+def writer_of(server: int) -> int:
+    """The pid of the capture's writer process below `server`. Raises ValueError where there is not exactly one."""
+    return _only_child(server, WRITER, lambda line: WRITER in line.split("\0"))
+
+
+def _only_child(server: int, name: str, is_it: Callable[[str], bool]) -> int:
     found = []
     for pid in descendants(server):
-        try:
-            name = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if name.startswith(SCHEDULER.encode()):
-            found.append(pid)
+        with suppress(OSError):  # it may end between the two looks
+            if is_it(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")):
+                found.append(pid)
     if len(found) != 1:
-        raise ValueError(f"process {server} has {len(found)} children called {SCHEDULER}; expected one")
+        raise ValueError(f"process {server} has {len(found)} children called {name}; expected one")
     return found[0]
 
 

@@ -73,6 +73,6 @@ def test_a_row_without_a_result_is_told_and_is_an_error(tmp_path: Path) -> None:
         [sys.executable, GENERATOR, "--results", tmp_path, "--page", page], check=False, capture_output=True, text=True
     )
     assert done.returncode == 1
-    missing = len(ROWS) + sum(row.sglang for row in ROWS.values()) + 1
+    missing = sum(len(row.engines) for row in ROWS.values()) + 1
     assert f"{missing} results are missing" in done.stderr
     assert page.read_text().count("not run") == missing

@@ -24,6 +24,7 @@ from hsx.testing.sglang_job import (
     random_prompts,
     scheduler_of,
     spawned,
+    writer_of,
 )
 from hsx.testing.tiny_models import make
 
@@ -103,3 +104,22 @@ def test_death_in_the_middle_of_a_prefill(
     assert record.epoch not in carrying("HSX_SPAWNED_EPOCH").values()
     assert [line for line in command_lines() if str(job.path) in line] == []
     assert not (job.loaded.dump_dir / record.epoch).exists()
+
+
+def kill_writer(record: EpochRecord) -> None:
+    """The process that writes the capture's dumps, alone."""
+    os.kill(writer_of(record.pid), signal.SIGKILL)
+
+
+def test_death_of_the_writer_with_dumps_half_written(job: SGLangJob, judge: HuggingFace, seen: Callable[..., Any]) -> None:
+    """The server lives on; it is only restarted if more numbers are missing than are forgiven."""
+    with hsx_running(job.path, "run") as process:
+        _, caught = in_the_middle(process, job, kill_writer)
+        assert process.wait(PATIENCE_S) == ExitCode.DONE, process.log.read_text()[-6000:]
+    log = log_lines(process.log)
+    seen("writer_killed", job.loaded, log=log, engine="sglang", restarts=range(2), events=["error.met"], truth=job.truth(judge))
+    met = [line for line in log if line["event"] == "error.met"]
+    assert any("the writer process of the capture ended (signal 9)" in str(line) for line in met)
+    with job.ledger() as ledger:
+        assert all(ledger.sample(marker.index).attempts > 1 for marker in caught)
+        assert ledger.failures_by_reason() == {}
