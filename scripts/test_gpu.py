@@ -11,8 +11,8 @@ HSX_SGLANG_GPU_PYTHON, else .venvs/sglang-0.5.23. A tiny Llama with a context of
 3. the same without graphs: within bf16 of what 2 captured;
 4. bare, beside 2: prefill tokens/s of 2 over those of 4 (`x_bare_prefill`), with the plugin's own time in the forward path.
 
-After each: no dump missing, none wrong, nothing staged. Without a GPU it says so and ends with 2; a check that fails ends it
-with 1, and so does the time. Results: build/bench/gpu.json.
+After each: no dump missing, none wrong, nothing staged, and the writer process writes. Without a GPU it says so, ends with 2;
+a check that fails ends it with 1, and so does the time. Results: build/bench/gpu.json.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from hsx.core.epoch import RECORD_NAME, record_from_json
 from hsx.core.marker import Marker
 from hsx.testing import tiny_models
 from hsx.testing.capture_server import CaptureServer
 from hsx.testing.huggingface import HuggingFace, relative_error
+from hsx.testing.sglang_job import writer_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -118,6 +120,10 @@ def take(server: CaptureServer, seed: int) -> list[NDArray[np.float32]]:
         found.append(widen(bits))
     (state,) = server.states()
     check(state.staged_bytes == 0, f"{len(sent)} dumps, the longest of {max(LENGTHS)} tokens; nothing stays staged")
+    record = record_from_json((server.dumps / RECORD_NAME).read_text())
+    log = server.log.read_text(errors="replace")
+    unshared = [line for line in log.splitlines() if "capture.memory_unshared" in line or "capture.no_writer_process" in line]
+    check(not unshared and writer_of(record.pid) > 0, f"the writer process writes, from pinned memory {unshared or ''}")
     return found
 
 

@@ -307,3 +307,35 @@ def test_a_model_that_hands_out_something_else_is_refused_by_the_writer_thread(t
     )
     assert json.loads((folder / "hsx1-0a0b0c0d-1-1-5.error").read_text())["reason"].startswith("CaptureRefusedError: the model")
     assert list(folder.glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "logged"),
+    [
+        ("os.memfd_create", "capture.memory_unshared bytes=1073741824 reason=no"),
+        ("subprocess.Popen", "capture.no_writer_process reason=no"),
+        ("nothing", ""),
+    ],
+)
+def test_without_a_writer_process_the_thread_writes(tmp_path: Path, folder: Path, refused: str, logged: str) -> None:
+    program = f"""
+    import dataclasses, subprocess
+    from hsx.engines.process import descendants
+    def no(*_args, **_kwargs):
+        raise OSError("no")
+    fresh = folder.parent / "fresh"
+    fresh.mkdir()
+    nothing = None
+    {refused} = no
+    before = len(descendants(os.getpid()))
+    third = Hooks(record, fresh)
+    third.after_load_model(None, runner())
+    assert len(descendants(os.getpid())) - before == ({refused!r} == "nothing")
+    forward(third, ["hsx1-0a0b0c0d-7-1-5"], [5])
+    """
+    said = run(tmp_path, folder, program)
+    assert logged in said
+    assert ("capture.no_writer_process" in said or "capture.memory_unshared" in said) == bool(logged)
+    fresh = folder.parent / "fresh"
+    assert [path.name for path in fresh.glob("hsx1*")] == ["hsx1-0a0b0c0d-7-1-5.safetensors"]
+    assert state_from_json((fresh / STATE_NAME).read_text()).published == 1

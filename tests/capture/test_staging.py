@@ -479,6 +479,40 @@ def test_a_pool_takes_no_more_than_it_may(nbytes: int) -> None:
     assert (slab.bits == 0x3F80).all()
 
 
+@pytest.mark.parametrize("error", [0, 2])
+def test_a_pinned_pool_is_registered(error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a device: what CUDA would be asked, and what is done where it refuses."""
+    asked: list[tuple[int, int, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+            asked.append((pointer, nbytes, flags))
+            return error
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _self: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, pin_memory: empty(*size, dtype=dtype))
+    pool = Pool(SLABS * SLAB_BYTES, SPEC.states, WIDTH, torch.bfloat16, pinned=True)
+    slabs = [pool.take(0) for _ in range(SLABS)]
+    begins = sorted(slab.states.data_ptr() for slab in slabs if slab is not None)
+    ((pointer, nbytes, flags),) = asked
+    assert (nbytes, flags) == (SLABS * SLAB_BYTES, 0)
+    if error:
+        assert pool.memory is None
+        assert f"capture.memory_unshared bytes={nbytes} reason=cudaHostRegister: error 2" in caplog.text
+        assert pointer not in begins
+    else:
+        assert begins == [pointer + number * SLAB_BYTES for number in range(SLABS)]
+    assert len(set(begins)) == SLABS
+    assert pool.take(0) is None
+
+
 def test_closing_writes_what_is_queued_and_says_so(make: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     bench = make()
     bench.run((SHORT, 0, 3), (LONG, 0, 10))
