@@ -17,6 +17,7 @@ given them they are missing, which the consumer takes for what it is, an epoch t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -46,10 +47,11 @@ log = logging.getLogger(__name__)
 
 MOST_CALLS: Final = 64
 """Calls in one message, at most; each is some hundred bytes."""
-_MOST_TEXT: Final = 2000
-"""Characters of a reason that are sent."""
+_MOST_TEXT: Final = 500
+"""Characters of a reason that are sent: six bytes each at worst, and all of a message has to fit into the socket's buffer."""
 _MESSAGE: Final = 1 << 20
-"""Bytes of a message, at most."""
+"""Bytes of a message that are taken, at most."""
+_END_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _NO_THREADS: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """numpy would start one for each core, for nothing."""
@@ -99,10 +101,11 @@ class DumpsElsewhere:
         return outcomes
 
     def close(self) -> None:
-        """See `Dumps`. Waits for the end of the process."""
+        """See `Dumps`. Waits for the end of the process, unless that stands still: it ends with this one in any case."""
         if self._here is None:
             self._socket.close()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
 
     def _ask(self, calls: Sequence[Call]) -> list[Outcome]:
         message = json.dumps([self._packed(call) for call in calls]).encode()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hsx.capture.calls import Call
+from hsx.capture import writer_process
+from hsx.capture.calls import Call, DumpsHere
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.memory import SharedMemory
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hsx.capture.calls import Dumps
+
 SPEC = CaptureSpec((1, 3), "post_norm")
 WIDTH = 16
 EPOCH = "11111111-2222-4333-8444-555555555555"
@@ -37,9 +40,9 @@ TOKENS = 10
 
 
 class Bench:
-    """A writer process, and a place in shared memory for one prompt's states."""
+    """A writer process, or none, and a place in shared memory for one prompt's states."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, here: bool = False) -> None:
         self.folder = folder
         self.memory = SharedMemory(1 << 16)
         size = TOKENS * SPEC.states * WIDTH * 2
@@ -47,7 +50,12 @@ class Bench:
         self.ids: NDArray[np.int32] = self.memory.bytes[size : size + 4 * TOKENS].view(np.int32)
         self.counter = Counter(folder, EPOCH)
         writer = DumpWriter(folder, EPOCH, SPEC, WIDTH, "model", "test 1")
-        self.dumps = DumpsElsewhere(writer, self.memory, self.counter.lock_fd)
+        self.dumps: Dumps = DumpsHere(writer) if here else DumpsElsewhere(writer, self.memory, self.counter.lock_fd)
+
+    @property
+    def pid(self) -> int:
+        assert isinstance(self.dumps, DumpsElsewhere)
+        return self.dumps.pid
 
     def fill(self, index: int) -> None:
         self.states[:] = np.arange(self.states.size).reshape(self.states.shape) + index
@@ -82,41 +90,50 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.counter.close()
 
 
-def test_it_writes_what_lies_in_the_memory_when_it_is_asked(bench: Bench) -> None:
+@pytest.fixture(params=["here", "elsewhere"])
+def either(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Whoever does the calls, what comes of them is the same."""
+    bench = Bench(tmp_path, here=request.param == "here")
+    yield bench
+    bench.dumps.close()
+    bench.counter.close()
+
+
+def test_it_writes_what_lies_in_the_memory_when_it_is_asked(either: Bench) -> None:
     for index in range(3):
-        (outcome,) = bench.dumps.do([bench.whole(index)])
+        (outcome,) = either.dumps.do([either.whole(index)])
         assert (outcome.sequence, outcome.error) == (index + 1, "")
-    assert [bench.check(index) for index in range(3)] == [1, 2, 3]
+    assert [either.check(index) for index in range(3)] == [1, 2, 3]
 
 
-def test_a_dump_in_pieces(bench: Bench) -> None:
-    bench.fill(7)
+def test_a_dump_in_pieces(either: Bench) -> None:
+    either.fill(7)
     one = marker(7)
     calls = [
         Call("begin", one),
-        Call("write", one, 4, bench.states[4:], bench.ids[4:]),
-        Call("write", one, 0, bench.states[:4], bench.ids[:4]),
+        Call("write", one, 4, either.states[4:], either.ids[4:]),
+        Call("write", one, 0, either.states[:4], either.ids[:4]),
         Call("publish", one),
     ]
-    assert [outcome.sequence for outcome in bench.dumps.do(calls)] == [0, 0, 0, 1]
-    assert bench.check(7) == 1
-    assert bench.dumps.do([]) == []
+    assert [outcome.sequence for outcome in either.dumps.do(calls)] == [0, 0, 0, 1]
+    assert either.check(7) == 1
+    assert either.dumps.do([]) == []
 
 
-def test_more_calls_than_one_message_takes(bench: Bench) -> None:
-    bench.fill(0)
+def test_more_calls_than_one_message_takes(either: Bench) -> None:
+    either.fill(0)
     many = [Call("begin", marker(index)) for index in range(2 * MOST_CALLS + 1)]
-    assert not any(outcome.error for outcome in bench.dumps.do(many))
-    assert len(bench.names()) == len(many)
-    bench.dumps.do([Call("drop", call.marker) for call in many])
-    assert bench.names() == []
+    assert not any(outcome.error for outcome in either.dumps.do(many))
+    assert len(either.names()) == len(many)
+    either.dumps.do([Call("drop", call.marker) for call in many])
+    assert either.names() == []
 
 
-def test_a_call_that_fails_costs_its_marker_alone(bench: Bench) -> None:
-    (bench.folder / f"{marker(1)}.part").mkdir()
-    calls = [bench.whole(1), Call("publish", marker(1)), Call("write", marker(2), 0, bench.states, bench.ids)]
-    calls += [Call("publish", marker(2)), bench.whole(3)]
-    outcomes = bench.dumps.do(calls)
+def test_a_call_that_fails_costs_its_marker_alone(either: Bench) -> None:
+    (either.folder / f"{marker(1)}.part").mkdir()
+    calls = [either.whole(1), Call("publish", marker(1)), Call("write", marker(2), 0, either.states, either.ids)]
+    calls += [Call("publish", marker(2)), either.whole(3)]
+    outcomes = either.dumps.do(calls)
     refused, never_begun = outcomes[0], outcomes[2]
     assert refused.errno == errno.EISDIR
     assert refused.error.startswith("IsADirectoryError: ")
@@ -124,11 +141,11 @@ def test_a_call_that_fails_costs_its_marker_alone(bench: Bench) -> None:
     assert (never_begun.errno, never_begun.error.startswith("ValueError: ")) == (0, True)
     assert outcomes[3] == never_begun
     assert outcomes[4].sequence == 1
-    assert bench.check(3) == 1
-    (bench.folder / f"{marker(1)}.part").rmdir()
-    (noted,) = bench.dumps.do([Call("fail", marker(1), reason="x" * 100_000, errno=errno.EISDIR)])
+    assert either.check(3) == 1
+    (either.folder / f"{marker(1)}.part").rmdir()
+    (noted,) = either.dumps.do([Call("fail", marker(1), reason="x" * 100_000, errno=errno.EISDIR)])
     assert noted.error == ""
-    assert bench.names() == [f"{marker(1)}.error", f"{marker(3)}.safetensors"]
+    assert either.names() == [f"{marker(1)}.error", f"{marker(3)}.safetensors"]
 
 
 def test_states_that_lie_elsewhere_are_not_sent(bench: Bench) -> None:
@@ -143,12 +160,12 @@ def test_where_it_is_killed_the_rest_is_written_here(bench: Bench, caplog: pytes
     """What was asked and not answered has failed, by no fault of the sample; a number that may have been given is not used."""
     assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
     bench.dumps.do([Call("begin", marker(2))])
-    os.kill(bench.dumps.pid, signal.SIGKILL)
+    os.kill(bench.pid, signal.SIGKILL)
     outcomes = bench.dumps.do([bench.whole(3), Call("publish", marker(2))])
     assert {(outcome.error, outcome.errno) for outcome in outcomes} == {
         ("the writer process of the capture ended (signal 9)", errno.EPIPE)
     }
-    assert f"capture.writer_died pid={bench.dumps.pid} status=-9 given=1" in caplog.text
+    assert f"capture.writer_died pid={bench.pid} status=-9 given=1" in caplog.text
     assert bench.dumps.do([Call("write", marker(2), 0, bench.states, bench.ids)]) == outcomes[1:], "its beginning is lost"
     bench.dumps.do([Call("fail", m, reason="lost", errno=errno.EPIPE) for m in (marker(2), marker(3))])
     assert bench.dumps.do([bench.whole(4)])[0].sequence == 4
@@ -158,10 +175,21 @@ def test_where_it_is_killed_the_rest_is_written_here(bench: Bench, caplog: pytes
 
 
 def test_a_failure_is_noted_even_if_it_is_the_first_thing_asked_of_a_dead_one(bench: Bench) -> None:
-    os.kill(bench.dumps.pid, signal.SIGKILL)
+    os.kill(bench.pid, signal.SIGKILL)
     (noted,) = bench.dumps.do([Call("fail", marker(1), reason="lost", errno=0)])
     assert noted.error == ""
     assert bench.names() == [f"{marker(1)}.error"]
+
+
+def test_one_that_stands_still_holds_up_no_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
+    monkeypatch.setattr(writer_process, "_END_S", 0.01)
+    os.kill(bench.pid, signal.SIGSTOP)
+    bench.dumps.close()
+    assert is_running(bench.pid)
+    os.kill(bench.pid, signal.SIGCONT)
+    while is_running(bench.pid):
+        time.sleep(0.001)
 
 
 def test_it_keeps_the_capture_lock_while_it_lives(bench: Bench) -> None:
@@ -176,14 +204,14 @@ def test_it_keeps_the_capture_lock_while_it_lives(bench: Bench) -> None:
 def test_ctrl_c_and_a_stop_of_the_group_are_not_for_it(bench: Bench) -> None:
     assert bench.dumps.do([bench.whole(1)])[0].sequence == 1  # it has started
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(bench.dumps.pid, number)
+        os.kill(bench.pid, number)
     assert bench.dumps.do([bench.whole(2)])[0].sequence == 2
 
 
 def test_it_needs_no_torch(bench: Bench) -> None:
     """It would take a second to start, and a few hundred megabytes."""
     assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
-    with open(f"/proc/{bench.dumps.pid}/maps", encoding="utf-8") as maps:  # noqa: PTH123 - no Path needed for a name in /proc
+    with open(f"/proc/{bench.pid}/maps", encoding="utf-8") as maps:  # noqa: PTH123 - no Path needed for a name in /proc
         mapped = maps.read()
     assert "libtorch" not in mapped
     assert "memfd:hsx-staging" in mapped
