@@ -399,7 +399,7 @@ _ALL: Final = (
         "error",
         "The process that writes the dumps died; the server writes them from now on. Dumps under way are asked for again.",
         "Look for who killed it: the kernel's log, if memory was short. The next start of the server has one again.",
-        {"pid": "the process", "status": "how it ended: minus the signal, or its exit status", "given": "its last number"},
+        {"pid": "the process", "ended": "by which signal, or with which exit status", "given": "last number that it told of"},
         writer="server",
     ),
     Event(

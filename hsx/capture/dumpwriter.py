@@ -4,9 +4,9 @@ A dump grows as `<marker>.part` and becomes `<marker>.safetensors` at one `renam
 dump under its final name. `posix_fallocate` reserves the whole file first: a full tmpfs is then a clean ENOSPC at `begin`,
 where a hole written later (or a mapping of it) would be SIGBUS for the whole server.
 
-A dump that is there in one piece is written by `write_whole`, in four calls to the kernel instead of seven. Each call lets go
-of the interpreter lock and takes it again, and the thread that runs the model waits for every turn of it. Names are strings
-here, for the same reason: what this thread computes, the model's thread waits for.
+A dump that is there in one piece is written by `write_whole`, in four calls to the kernel instead of seven. Names are strings
+here: most of the time for a small dump would go into Path objects. Where there is no writer process, the thread that runs the
+model waits for much of what is done here, at the interpreter lock.
 
 The writer checks no coverage: what has arrived is `assembly.py`'s business. It is shared by the SGLang plugin, whose writer
 process has no use for torch, and by the reference engine.
@@ -24,8 +24,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hsx.core.dump import ERROR_SUFFIX, ID_BYTES, PART_SUFFIX, SUFFIX, DumpHeader, encode_header
+from hsx.core.dump import (
+    ERROR_SUFFIX,
+    ID_BYTES,
+    MAX_HEADER,
+    PART_SUFFIX,
+    SUFFIX,
+    DumpHeader,
+    decode_header,
+    encode_header,
+)
 from hsx.core.spec import BF16_BYTES
+from hsx.errors import SampleError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -196,6 +206,14 @@ class DumpWriter:
                 raise
             self._sequence = sequence
         return sequence
+
+    def published(self, marker: Marker) -> int:
+        """The sequence of the marker's dump, where it lies under its name; 0 where it does not, or cannot be read."""
+        try:
+            with open(self._path(marker, SUFFIX), "rb") as file:  # noqa: PTH123 - names are strings here
+                return decode_header(file.read(8 + MAX_HEADER), os.fstat(file.fileno()).st_size)[0].sequence
+        except (OSError, SampleError):
+            return 0
 
     def fail(self, marker: Marker, reason: str, errno: int = 0) -> None:
         """Drops the marker's partial file and leaves `<marker>.error`: a JSON object with marker, epoch, reason and errno.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -11,22 +13,34 @@ import numpy as np
 class SharedMemory:
     """Zeros at first; a page takes real memory when it is first touched, and none of it lies in a file system.
 
-    A descriptor of it (memfd) and a shared mapping, to the end of the process.
+    A descriptor of it (memfd) and a shared mapping. The descriptor is closed with the object, the mapping with its last array.
 
     Args:
         nbytes: its size.
 
     Raises:
-        OSError: the kernel has no such memory.
+        OSError: there is no such memory here.
     """
 
     def __init__(self, nbytes: int) -> None:
+        if not hasattr(os, "memfd_create"):  # a Python that was built for old systems lacks it on a new one, too
+            raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
         self.fd = os.memfd_create("hsx-staging")
         """Descriptor of the memory; not inherited, unless it is passed."""
-        os.ftruncate(self.fd, nbytes)
-        self.bytes = map_bytes(self.fd, nbytes)
-        """uint8 [nbytes]."""
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.bytes = map_bytes(self.fd, nbytes)
+            """uint8 [nbytes]."""
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._begin = address(self.bytes)
+        self._closed = weakref.finalize(self, os.close, self.fd)
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as no array is left that lies in it."""
+        self._closed()
+        self.bytes = np.empty(0, np.uint8)
 
     def at(self, part: np.ndarray) -> int:
         """Where a part of it begins, in bytes. Raises ValueError for an array that lies elsewhere, or not in one piece."""

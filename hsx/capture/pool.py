@@ -10,6 +10,7 @@ they are first needed. With CUDA all of it is pinned at once, at install: pinnin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -179,15 +180,31 @@ def _shared_memory(nbytes: int, *, pinned: bool) -> SharedMemory | None:
     """
     try:
         memory = SharedMemory(nbytes)
-        if pinned:
-            memory.bytes[:: mmap.PAGESIZE] = 0
-            error = int(torch.cuda.cudart().cudaHostRegister(address(memory.bytes), nbytes, 0))  # type: ignore[no-untyped-call] # torch has no types here
-            if error or not torch.from_numpy(memory.bytes).is_pinned():
-                raise OSError(f"cudaHostRegister: error {error}")
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         log.warning("capture.memory_unshared bytes=%d reason=%s", nbytes, error)
         return None
+    refusal = _pin(memory) if pinned else ""
+    if refusal:
+        memory.close()
+        log.warning("capture.memory_unshared bytes=%d reason=%s", nbytes, refusal)
+        return None
     return memory
+
+
+def _pin(memory: SharedMemory) -> str:
+    """Pins shared memory for CUDA; why that is refused, or ""."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch has no types here
+    memory.bytes[:: mmap.PAGESIZE] = 0
+    error = int(runtime.cudaHostRegister(address(memory.bytes), len(memory.bytes), 0))
+    if not error and torch.from_numpy(memory.bytes).is_pinned():
+        return ""
+    if not error:
+        runtime.cudaHostUnregister(address(memory.bytes))
+        return "torch does not take registered memory for pinned"
+    # The runtime keeps the error for whoever asks next, which would be the model's next launch.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return f"cudaHostRegister: error {error}"
 
 
 def _power_of_two_within(nbytes: int) -> int:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S: Final = 0.1
-"""How often the state file is written under load: each time costs as many turns at the interpreter lock as a dump."""
+"""How often the state file is written under load: each time costs four turns at the interpreter lock."""
 CLOSING_S: Final = 10.0
 """How long the end of the process waits for what is still queued."""
 AT_ONCE: Final = 64
-"""Pieces of one slab that are written at once, at most."""
+"""Pieces of one slab, and prompts that are whole, that are seen to at once, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -271,8 +271,9 @@ class Staging:
                 self._do(items)
             except Exception as error:  # the boundary: what fails costs its markers, and the thread lives on
                 log.exception("capture.failed")
-                for marker in {item.go.marker for item in items if isinstance(item, Part | _Whole) and not item.go.published}:
-                    self._give_up(marker, failure(error), None)
+                for go in {item.go for item in items if isinstance(item, Part | _Whole)}:
+                    if not go.void and not go.published:
+                        self._give_up(go.marker, failure(error), None)
             with self._changed:
                 for item in items:
                     if isinstance(item, Part):
@@ -365,14 +366,18 @@ class Staging:
         planned: list[tuple[Go, Call]] = []
         for piece in pieces:
             go = piece.go
-            if go.void or go.marker in self._given_up:
-                # It failed here while its next part was on its way, or it was begun again before that was known.
-                go.failed |= go.marker in self._given_up
-            elif isinstance(piece, Part):
-                planned += [(go, call) for call in self._calls(piece)]
-            elif not go.published and not any(other is go and call.kind == "whole" for other, call in planned):
-                self._round_up(go)
-                planned.append((go, Call("publish", go.marker)))
+            try:
+                if go.void or go.marker in self._given_up:
+                    # It failed here while its next part was on its way, or it was begun again before that was known.
+                    go.failed |= go.marker in self._given_up
+                elif isinstance(piece, Part):
+                    planned += [(go, call) for call in self._calls(piece)]
+                elif not go.published and not any(other is go and call.kind == "whole" for other, call in planned):
+                    self._round_up(go)
+                    planned.append((go, Call("publish", go.marker)))
+            except Exception as error:  # noqa: BLE001 - the boundary: it costs this marker, is logged, and the others go on
+                planned = [(other, call) for other, call in planned if other is not go]
+                self._give_up(go.marker, failure(error), error)
         for (go, call), outcome in zip(planned, self._dumps.do([call for _, call in planned]), strict=True):
             if outcome.error:
                 self._give_up(go.marker, outcome, None)

@@ -6,13 +6,13 @@ as one message, sleeps, and gets what came of it as another. The states do not t
 
     python -m hsx.capture.writer_process SOCKET MEMORY NBYTES PARENT
 
-is the process, with descriptors that it has inherited; it is told the rest in the first message. It ends with the process it
-writes for: at the end of the messages, or by the kernel's hand (PDEATHSIG) where that dies. It inherits the capture lock, which
-is therefore free only when nobody is left who could publish a dump.
+is the process, with descriptors that it has inherited; it is told the rest in the first message, and says when it is ready. It
+ends with the process it writes for: at the end of the messages, or by the kernel's hand (PDEATHSIG) where that dies. It
+inherits the capture lock, which is therefore free only when nobody is left who could publish a dump.
 
-Where it dies alone, what had been asked and not answered has failed, and the thread does the rest itself (`DumpsHere`). How
-many of those dumps it had published nobody knows, so the numbers that it may have given are not given again: where it had not
-given them they are missing, which the consumer takes for what it is, an epoch that cannot be trusted.
+Where it dies alone, what had been asked and not answered has failed, but for dumps that lie there under their names, and the
+thread does the rest itself (`DumpsHere`). A dump that was published and is gone already nobody can tell from one that never
+was: its number is not given again, and if it had not been given it is missing, which the consumer counts as it counts a loss.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,20 +46,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_CALLS: Final = 64
-"""Calls in one message, at most; each is some hundred bytes."""
-_MOST_TEXT: Final = 500
-"""Characters of a reason that are sent: six bytes each at worst, and all of a message has to fit into the socket's buffer."""
-_MESSAGE: Final = 1 << 20
-"""Bytes of a message that are taken, at most."""
-_END_S: Final = 5.0
+START_S: Final = 60.0
+"""Longest start: a tenth of a second on an idle machine."""
+END_S: Final = 5.0
+"""Longest wait for an end."""
+_READY: Final = "ready"
+_LENGTH: Final = 4
+"""Bytes of a message's length, in front of it."""
+_ONE_READ: Final = 1 << 16
 _PR_SET_PDEATHSIG: Final = 1
 _NO_THREADS: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """numpy would start one for each core, for nothing."""
 
 
 class DumpsElsewhere:
-    """Has calls done by a writer process, which it starts; see `hsx.capture.calls.Dumps`. From the same thread always.
+    """Has calls done by a writer process, which it starts; see `hsx.capture.calls.Dumps`.
+
+    Made by the main thread (the kernel ends the process with the *thread* that started it), used by one other.
 
     Args:
         writer: what the process writes with, and what is written with where it dies. It must not have been used.
@@ -66,26 +70,38 @@ class DumpsElsewhere:
         lock: descriptor that holds the capture lock.
 
     Raises:
-        OSError: no process can be started.
+        OSError: no process can be started, or it does not become ready.
     """
 
     def __init__(self, writer: DumpWriter, memory: SharedMemory, lock: int) -> None:
+        if threading.current_thread() is not threading.main_thread() or not sys.executable:
+            raise OSError(f"it can only be started by the main thread, with an interpreter (here: {sys.executable!r})")
         self._writer = writer
         self._memory = memory
         self._given = 0
         self._begun: set[Marker] = set()
         self._lost = Outcome()
         self._here: DumpsHere | None = None
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair()
         with theirs:
             inherited = (theirs.fileno(), memory.fd)
+            # It finds its modules where this process finds them, and nowhere else: not in a folder that happens to be current.
+            path = os.pathsep.join(map(os.path.abspath, sys.path))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *map(str, inherited), str(len(memory.bytes)), str(os.getpid())],
+                [sys.executable, "-P", "-m", __name__, *map(str, inherited), str(len(memory.bytes)), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*inherited, lock),
-                env=os.environ | _NO_THREADS,
+                env={**os.environ, **_NO_THREADS, "PYTHONPATH": path},
             )
-        self._socket.send(json.dumps(writer.described()).encode())
+        self._socket.settimeout(START_S)
+        try:
+            _send(self._socket, writer.described())
+            said = _receive(self._socket)
+        except (OSError, ValueError) as error:
+            said = error
+        if said != _READY:
+            raise OSError(f"the writer process did not start ({self._end()}): {said or 'it said nothing'}")
+        self._socket.settimeout(None)
 
     @property
     def pid(self) -> int:
@@ -94,27 +110,25 @@ class DumpsElsewhere:
 
     def do(self, calls: Sequence[Call]) -> list[Outcome]:
         """See `Dumps`."""
-        outcomes: list[Outcome] = []
-        for first in range(0, len(calls), MOST_CALLS):
-            some = calls[first : first + MOST_CALLS]
-            outcomes += self._do_here(some) if self._here else self._ask(some)
-        return outcomes
+        if not calls:
+            return []
+        return self._do_here(calls) if self._here else self._ask(calls)
 
     def close(self) -> None:
         """See `Dumps`. Waits for the end of the process, unless that stands still: it ends with this one in any case."""
         if self._here is None:
-            self._socket.close()
+            self._hang_up()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+                self._process.wait(END_S)
 
     def _ask(self, calls: Sequence[Call]) -> list[Outcome]:
-        message = json.dumps([self._packed(call) for call in calls]).encode()
+        packed = [self._packed(call) for call in calls]
         try:
-            self._socket.send(message)
-            answer = self._socket.recv(_MESSAGE)
-            if not answer:
+            _send(self._socket, packed)
+            answer = _receive(self._socket)
+            if answer is None:
                 raise ConnectionResetError(errno.ECONNRESET, "the writer process closed its socket")
-            outcomes = [Outcome(*told) for told in json.loads(answer)]
+            outcomes = [Outcome(*told) for told in answer]
         except (OSError, ValueError) as error:
             return self._go_on_here(calls, error)
         self._given = max(self._given, *(outcome.sequence for outcome in outcomes))
@@ -127,20 +141,23 @@ class DumpsElsewhere:
 
     def _packed(self, call: Call) -> list[object]:
         places = (self._memory.at(call.states), self._memory.at(call.input_ids)) if call.kind in ("write", "whole") else (0, 0)
-        count = len(call.input_ids)
-        return [call.kind, str(call.marker), call.offset, count, *places, call.reason[:_MOST_TEXT], call.errno]
+        return [call.kind, str(call.marker), call.offset, len(call.input_ids), *places, call.reason, call.errno]
 
     def _go_on_here(self, calls: Sequence[Call], error: Exception) -> list[Outcome]:
-        self._socket.close()
-        self._process.kill()
-        status = self._process.wait()
-        self._writer.go_on(self._given + sum(call.kind in ("publish", "whole") for call in calls))
+        ended = self._end()
+        asked = [call.marker for call in calls if call.kind in ("publish", "whole")]
+        found = {marker: sequence for marker in asked if (sequence := self._writer.published(marker))}
+        self._writer.go_on(max(self._given, *found.values(), 0) + len(asked) - len(found))
         self._here = DumpsHere(self._writer)
-        log.error("capture.writer_died pid=%d status=%d given=%d", self._process.pid, status, self._given, exc_info=error)
-        ended = f"signal {-status}" if status < 0 else f"status {status}"
+        log.error("capture.writer_died pid=%d ended=%r given=%d", self._process.pid, ended, self._given, exc_info=error)
         self._lost = Outcome(error=f"the writer process of the capture ended ({ended})", errno=errno.EPIPE)
-        self._begun |= {call.marker for call in calls}
-        return self._do_here(calls)
+        self._begun = (self._begun | {call.marker for call in calls}) - found.keys()
+        # A marker that has its dump takes nothing more; any other call of it was done before that.
+        rest = iter(self._do_here([call for call in calls if call.marker not in found]))
+        return [
+            Outcome(found[call.marker] if call.kind in ("publish", "whole") else 0) if call.marker in found else next(rest)
+            for call in calls
+        ]
 
     def _do_here(self, calls: Sequence[Call]) -> list[Outcome]:
         """What was begun or asked there is lost, until it is done away with."""
@@ -150,6 +167,21 @@ class DumpsElsewhere:
         done = iter(self._here.do([call for call, gone in zip(calls, lost, strict=True) if not gone]))
         return [self._lost if gone else next(done) for gone in lost]
 
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever else was forked and holds it, too
+        self._socket.close()
+
+    def _end(self) -> str:
+        """Makes sure that the process is dead; how it ended."""
+        self._hang_up()
+        try:
+            status = self._process.wait(END_S)  # it may be about to end by itself, and knows better why
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"
+
 
 def serve(connection: socket.socket, memory: NDArray[np.uint8]) -> None:
     """The process: does what is asked until nobody is left who asks.
@@ -158,14 +190,33 @@ def serve(connection: socket.socket, memory: NDArray[np.uint8]) -> None:
         connection: brings the description of the writer, and then calls.
         memory: uint8, what the calls' arrays are parts of.
     """
-    described = json.loads(connection.recv(_MESSAGE))
+    described = _receive(connection)
+    if described is None:
+        return
     spec = CaptureSpec(tuple(described.pop("layers")), final_state(described.pop("final")))
     writer = DumpWriter(Path(described.pop("folder")), spec=spec, **described)
-    while message := connection.recv(_MESSAGE):
-        calls = [_unpacked(packed, memory, spec.states, described["hidden_size"]) for packed in json.loads(message)]
-        outcomes = perform(writer, calls)
-        told = [(outcome.sequence, outcome.error[:_MOST_TEXT], outcome.errno) for outcome in outcomes]
-        connection.send(json.dumps(told).encode())
+    _send(connection, _READY)
+    while (asked := _receive(connection)) is not None:
+        calls = [_unpacked(packed, memory, spec.states, described["hidden_size"]) for packed in asked]
+        _send(connection, [(outcome.sequence, outcome.error, outcome.errno) for outcome in perform(writer, calls)])
+
+
+def _send(connection: socket.socket, document: object) -> None:
+    data = json.dumps(document).encode()
+    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+
+
+def _receive(connection: socket.socket) -> Any:  # noqa: ANN401 - whatever JSON says
+    """The next message; None at the end of them. Raises OSError, or ValueError for one that is cut."""
+    data = connection.recv(_ONE_READ)  # as a rule all of it, in one call
+    if not data:
+        return None
+    while len(data) < _LENGTH or len(data) < _LENGTH + int.from_bytes(data[:_LENGTH], "little"):
+        more = connection.recv(_ONE_READ)
+        if not more:
+            raise ValueError(f"a message ends after {len(data)} bytes")
+        data += more
+    return json.loads(data[_LENGTH:])
 
 
 def _unpacked(packed: list[Any], memory: NDArray[np.uint8], states: int, width: int) -> Call:

@@ -174,7 +174,7 @@ class CaptureState:
         pid: the process that captures (in SGLang a scheduler process, a child of the server's main process).
         start_ticks: field 22 of its `/proc/<pid>/stat`, clock ticks since boot; with the pid it names one process.
         sequence: the largest number given to a dump so far, which is the last; 0 before the first.
-        published: dumps published; as no number is left out, equal to `sequence`.
+        published: dumps published; equal to `sequence`, unless numbers were left out because a writer process died.
         failed: error files left in the place of dumps.
         foreign: requests prefilled whose rid is no marker.
         incomplete: markers given up after a part of them had arrived (aborted or cut requests), without an error file.

@@ -313,6 +313,7 @@ def test_a_model_that_hands_out_something_else_is_refused_by_the_writer_thread(t
     ("refused", "logged"),
     [
         ("os.memfd_create", "capture.memory_unshared bytes=1073741824 reason=no"),
+        ("del os.memfd_create; nothing", "capture.memory_unshared bytes=1073741824 reason=[Errno 38] this Python has no"),
         ("subprocess.Popen", "capture.no_writer_process reason=no"),
         ("nothing", ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from typing import TYPE_CHECKING
@@ -260,3 +261,24 @@ def test_the_time_of_each_forward_is_told(session: Session, folder: Path) -> Non
         session.save(spent)
     state = state_from_json((folder / STATE_NAME).read_text())
     assert (state.forwards, state.forward_us, state.blocked_us, state.staged_bytes) == (2, 12, 0, 0)
+
+
+def test_a_piece_that_cannot_be_prepared_costs_its_marker_alone(
+    session: Session, folder: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts that are whole in one slab, and are seen to at once."""
+    markers = [Marker("0a0b0c0d", index, 1, 3) for index in range(3)]
+    aid = staging._unrounded
+    assert aid is not None
+    publish = aid.publish
+
+    def refuse(marker: Marker) -> None:
+        if marker == markers[1]:
+            raise OSError(errno.EIO, "Input/output error")
+        publish(marker)
+
+    monkeypatch.setattr(aid, "publish", refuse)
+    run(session, [(marker, 0, torch.arange(3)) for marker in markers])
+    assert names(folder) == sorted(f"{m}.{'error' if m == markers[1] else 'safetensors'}" for m in markers)
+    assert counts(folder) == (2, 2, 1, 0, 0)
+    assert reason(folder, markers[1]) == "OSError: [Errno 5] Input/output error"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,6 @@ from hsx.testing.mounts import filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -483,11 +483,17 @@ def test_a_pool_takes_no_more_than_it_may(nbytes: int) -> None:
 def test_a_pinned_pool_is_registered(error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a device: what CUDA would be asked, and what is done where it refuses."""
     asked: list[tuple[int, int, int]] = []
+    launched: list[str] = []
 
     class Runtime:
         def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
             asked.append((pointer, nbytes, flags))
             return error
+
+    def launch(*_size: int, device: str) -> None:
+        """The runtime keeps an error for whoever asks next."""
+        launched.append(device)
+        raise RuntimeError("CUDA error: operation not supported")
 
     class Event:
         def __init__(self, *, blocking: bool) -> None:
@@ -496,8 +502,10 @@ def test_a_pinned_pool_is_registered(error: int, monkeypatch: pytest.MonkeyPatch
     empty = torch.empty
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _self: True)
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, pin_memory: empty(*size, dtype=dtype))
+    before = len(shared_memories())
     pool = Pool(SLABS * SLAB_BYTES, SPEC.states, WIDTH, torch.bfloat16, pinned=True)
     slabs = [pool.take(0) for _ in range(SLABS)]
     begins = sorted(slab.states.data_ptr() for slab in slabs if slab is not None)
@@ -507,10 +515,17 @@ def test_a_pinned_pool_is_registered(error: int, monkeypatch: pytest.MonkeyPatch
         assert pool.memory is None
         assert f"capture.memory_unshared bytes={nbytes} reason=cudaHostRegister: error 2" in caplog.text
         assert pointer not in begins
+        assert launched == ["cuda"]
+        assert len(shared_memories()) == before
     else:
+        assert len(shared_memories()) > before
         assert begins == [pointer + number * SLAB_BYTES for number in range(SLABS)]
     assert len(set(begins)) == SLABS
     assert pool.take(0) is None
+
+
+def shared_memories() -> list[Path]:
+    return [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and "hsx-staging" in str(link.readlink())]
 
 
 def test_closing_writes_what_is_queued_and_says_so(make: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from hsx.capture import writer_process
-from hsx.capture.calls import Call, DumpsHere
+from hsx.capture.calls import Call, DumpsHere, Outcome
 from hsx.capture.counter import Counter
 from hsx.capture.dumpwriter import DumpWriter
 from hsx.capture.memory import SharedMemory
 from hsx.capture.model import CaptureRefusedError
-from hsx.capture.writer_process import MOST_CALLS, DumpsElsewhere
+from hsx.capture.writer_process import DumpsElsewhere
 from hsx.core.marker import Marker
 from hsx.core.spec import CaptureSpec
 from hsx.dumps.reader import MappedDump
@@ -27,7 +29,6 @@ from hsx.engines.process import descendants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -120,13 +121,30 @@ def test_a_dump_in_pieces(either: Bench) -> None:
     assert either.dumps.do([]) == []
 
 
-def test_more_calls_than_one_message_takes(either: Bench) -> None:
+def test_any_number_of_calls_and_words(either: Bench) -> None:
+    """More than a socket's buffer takes, both ways."""
     either.fill(0)
-    many = [Call("begin", marker(index)) for index in range(2 * MOST_CALLS + 1)]
+    many = [Call("begin", marker(index)) for index in range(2000)]
     assert not any(outcome.error for outcome in either.dumps.do(many))
     assert len(either.names()) == len(many)
     either.dumps.do([Call("drop", call.marker) for call in many])
     assert either.names() == []
+    for index in range(500):
+        (either.folder / f"{marker(index)}.part").mkdir()
+    assert [outcome.errno for outcome in either.dumps.do(many[:500])] == [errno.EISDIR] * 500
+    reasons = [Call("fail", call.marker, reason="\N{PILE OF POO}" * 10_000) for call in many[500:510]]
+    assert not any(outcome.error for outcome in either.dumps.do(reasons))
+
+
+def test_nothing_is_published_behind_a_write_that_failed_however_far(either: Bench) -> None:
+    either.fill(1)
+    one = marker(1)
+    either.dumps.do([Call("begin", one)])
+    calls = [Call("write", one, 1, either.states, either.ids), *(Call("drop", marker(index)) for index in range(2, 300))]
+    outcomes = either.dumps.do([*calls, Call("publish", one)])
+    assert "tokens 1 to 11" in outcomes[0].error
+    assert outcomes[-1] == outcomes[0]
+    assert either.names() == [f"{one}.part"]
 
 
 def test_a_call_that_fails_costs_its_marker_alone(either: Bench) -> None:
@@ -165,13 +183,83 @@ def test_where_it_is_killed_the_rest_is_written_here(bench: Bench, caplog: pytes
     assert {(outcome.error, outcome.errno) for outcome in outcomes} == {
         ("the writer process of the capture ended (signal 9)", errno.EPIPE)
     }
-    assert f"capture.writer_died pid={bench.pid} status=-9 given=1" in caplog.text
+    assert f"capture.writer_died pid={bench.pid} ended='signal 9' given=1" in caplog.text
     assert bench.dumps.do([Call("write", marker(2), 0, bench.states, bench.ids)]) == outcomes[1:], "its beginning is lost"
     bench.dumps.do([Call("fail", m, reason="lost", errno=errno.EPIPE) for m in (marker(2), marker(3))])
     assert bench.dumps.do([bench.whole(4)])[0].sequence == 4
     assert bench.names() == [f"{marker(1)}.safetensors", f"{marker(2)}.error", f"{marker(3)}.error", f"{marker(4)}.safetensors"]
     calls = [Call("write", marker(5), 0, bench.states, bench.ids), Call("begin", marker(5)), Call("publish", marker(5))]
     assert [outcome.error[:10] for outcome in bench.dumps.do(calls)] == ["ValueError"] * 3, "nothing follows what failed"
+
+
+def test_a_dump_that_it_published_before_it_could_say_so_is_one(bench: Bench) -> None:
+    """It stands still with the call in its hands, does it, and is killed."""
+    assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
+    os.kill(bench.pid, signal.SIGSTOP)
+    # In its name: the same writer, as far as it came.
+    dead = DumpWriter(bench.folder, EPOCH, SPEC, WIDTH, "model", "test 1")
+    dead.go_on(1)
+    bench.fill(2)
+    dead.write_whole(marker(2), bench.states, bench.ids)
+    dead.begin(marker(3))
+    os.kill(bench.pid, signal.SIGKILL)
+    calls = [bench.whole(2), Call("begin", marker(3)), Call("write", marker(3), 0, bench.states, bench.ids)]
+    outcomes = bench.dumps.do([*calls, Call("publish", marker(3))])
+    assert outcomes[0] == Outcome(2)
+    assert {outcome.errno for outcome in outcomes[1:]} == {errno.EPIPE}
+    bench.dumps.do([Call("fail", marker(3), reason="lost", errno=errno.EPIPE)])
+    assert bench.dumps.do([bench.whole(4)])[0].sequence == 4, "3 may have been given"
+    assert bench.names() == [f"{marker(n)}.{'error' if n == 3 else 'safetensors'}" for n in (1, 2, 3, 4)]
+    assert [bench.check(index) for index in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("executable", ["/bin/true", "/bin/cat", ""])
+def test_one_that_does_not_start_is_an_error_at_once(executable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(OSError, match=r"did not start \(status|with an interpreter"):
+        Bench(tmp_path)
+
+
+def test_it_is_started_by_the_main_thread_alone(tmp_path: Path) -> None:
+    """The kernel would end it with the thread."""
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OSError, match="only be started by the main thread"):
+        pool.submit(Bench, tmp_path).result()
+
+
+def test_modules_of_the_current_folder_are_not_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    bench = Bench(tmp_path)
+    assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
+    bench.dumps.close()
+    bench.counter.close()
+
+
+def test_a_fork_of_the_server_holds_up_no_end(bench: Bench) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the test has gone on
+        os._exit(0)
+    os.close(read)
+    bench.dumps.close()
+    assert not is_running(bench.pid)
+    os.close(write)
+    os.waitpid(child, 0)
+
+
+def test_memory_that_was_closed_is_given_back() -> None:
+    memory = SharedMemory(1 << 16)
+    memory.bytes[:] = 1
+    part = memory.bytes[10:20]
+    name = Path(f"/proc/self/fd/{memory.fd}")
+    assert "hsx-staging" in str(name.readlink())
+    memory.close()
+    assert not name.exists()
+    assert part.tolist() == [1] * 10
+    with pytest.raises(ValueError, match="expected a part of 0 bytes"):
+        memory.at(part)
 
 
 def test_a_failure_is_noted_even_if_it_is_the_first_thing_asked_of_a_dead_one(bench: Bench) -> None:
@@ -183,7 +271,7 @@ def test_a_failure_is_noted_even_if_it_is_the_first_thing_asked_of_a_dead_one(be
 
 def test_one_that_stands_still_holds_up_no_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.dumps.do([bench.whole(1)])[0].sequence == 1
-    monkeypatch.setattr(writer_process, "_END_S", 0.01)
+    monkeypatch.setattr(writer_process, "END_S", 0.01)
     os.kill(bench.pid, signal.SIGSTOP)
     bench.dumps.close()
     assert is_running(bench.pid)
