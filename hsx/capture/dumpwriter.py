@@ -92,7 +92,7 @@ class DumpWriter:
         return self._sequence
 
     def go_on(self, sequence: int) -> None:
-        """Numbers go on behind `sequence`: another writer has given those up to it."""
+        """Numbers go on behind `sequence`, from 0: another writer has given those up to it, or may have."""
         self._sequence = sequence
 
     def described(self) -> dict[str, str | int | list[int]]:

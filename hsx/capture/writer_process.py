@@ -242,6 +242,7 @@ def main(arguments: Sequence[str]) -> int:
     # Ctrl-C and a stop of the whole group are for the server, which ends this process when it has no more to write.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # As hsx.engines.reaper does, which is not for this side to import.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1  # it died before it could be watched

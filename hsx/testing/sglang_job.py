@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 REPOSITORY: Final = Path(__file__).parents[2]
 LAYERS: Final = (1, 4, 7)
 SCHEDULER: Final = "sglang::scheduler"
-WRITER: Final = "hsx.capture.writer_process"
 """How the process that runs the model calls itself."""
+WRITER: Final = "hsx.capture.writer_process"
+"""The module that the process runs which writes the dumps."""
 PATIENCE_S: Final = 1200.0
 """For a whole run: a start of the server alone takes minutes on a busy machine."""
 _STOPPED_S: Final = 60.0
