@@ -183,7 +183,10 @@ def _shared_memory(nbytes: int, *, pinned: bool) -> SharedMemory | None:
     except OSError as error:
         log.warning("capture.memory_unshared bytes=%d reason=%s", nbytes, error)
         return None
-    refusal = _pin(memory) if pinned else ""
+    try:
+        refusal = _pin(memory) if pinned else ""
+    except RuntimeError as error:  # torch's word for whatever a driver says
+        refusal = str(error)
     if refusal:
         memory.close()
         log.warning("capture.memory_unshared bytes=%d reason=%s", nbytes, refusal)

@@ -525,6 +525,22 @@ def test_a_pinned_pool_is_registered(error: int, monkeypatch: pytest.MonkeyPatch
     assert pool.take(0) is None
 
 
+def test_a_driver_that_knows_no_registration(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """torch raises then, and the pool is pinned as it was before there was a writer process."""
+
+    def unknown() -> None:
+        raise RuntimeError("no such call")
+
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", unknown)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking: blocking)
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, pin_memory: empty(*size, dtype=dtype))
+    pool = Pool(SLABS * SLAB_BYTES, SPEC.states, WIDTH, torch.bfloat16, pinned=True)
+    assert pool.memory is None
+    assert pool.take(0) is not None
+    assert "reason=no such call" in caplog.text
+
+
 def shared_memories() -> list[Path]:
     gc.collect()  # those of other tests
     return [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and "hsx-staging" in str(link.readlink())]
